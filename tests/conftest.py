@@ -12,7 +12,7 @@ KERNELS_RUN = INTERPRETED or torch.cuda.is_available()
 
 
 def pytest_collection_modifyitems(items):
-    """Kernel tests need a GPU or Triton's interpreter; `make test` runs them in an interpreter process of their own."""
+    """Kernel tests need a GPU or the interpreter; `make test` runs them in an interpreter process of their own."""
     if KERNELS_RUN:
         return
     for item in items:
