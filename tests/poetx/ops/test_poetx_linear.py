@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from hf_poetx.ops.poetx_linear import Rotation, poetx_linear
+from hf_poetx.ops.skew import num_entries
+
+
+def make_rotation(width, block, dtype=torch.float64, scale=0.1):
+    block = min(block, width)
+    full, rest = divmod(width, block)
+    entries = (scale * torch.randn(full, num_entries(block), dtype=dtype)).requires_grad_()
+    tail = (scale * torch.randn(1, num_entries(rest), dtype=dtype)).requires_grad_() if rest > 1 else None
+    return Rotation(entries, tail, torch.randperm(width, dtype=torch.int32), 1)
+
+
+def make(in_features=11, out_features=14, block=4, dtype=torch.float64):
+    x = torch.randn(2, 3, in_features, dtype=dtype, requires_grad=True)
+    weight = torch.randn(out_features, in_features, dtype=dtype)
+    bias = torch.randn(out_features, dtype=dtype, requires_grad=True)
+    return x, weight, bias, make_rotation(in_features, block, dtype), make_rotation(out_features, block, dtype)
+
+
+def flat_inputs(x, bias, *rotations):
+    return [x, bias, *(t for r in rotations for t in (r.entries, r.tail) if t is not None)]
+
+
+@pytest.mark.parametrize("memory_mode", ["fast", "mem"])
+def test_layer_and_its_gradients_equal_the_composition_of_rotations(memory_mode):
+    x, weight, bias, rotation_in, rotation_out = make()
+    composed = rotation_out.apply(rotation_in.apply(x) @ weight.T, bias=bias)
+    result = poetx_linear(x, weight, bias, rotation_in, rotation_out, memory_mode)
+    torch.testing.assert_close(result, composed)
+    gradient, inputs = torch.randn_like(result), flat_inputs(x, bias, rotation_in, rotation_out)
+    expected = torch.autograd.grad(composed, inputs, gradient)
+    for found, wanted in zip(torch.autograd.grad(result, inputs, gradient), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_effective_weight_is_g_out_t_w_g_in_t():
+    """W_eff[p_out][:, p_in] = G_out^T W[p_out][:, p_in] G_in^T, the equation of the design."""
+    x, weight, bias, rotation_in, rotation_out = make(12, 8, 4)
+    p_in, p_out = rotation_in.permutation.long(), rotation_out.permutation.long()
+    g_in, g_out = (torch.block_diag(*r.blocks(torch.float64)[0]) for r in (rotation_in, rotation_out))
+    effective = torch.empty_like(weight)
+    effective[p_out[:, None], p_in] = g_out.T @ weight[p_out][:, p_in] @ g_in.T
+    torch.testing.assert_close(
+        poetx_linear(x, weight, bias, rotation_in, rotation_out, "fast"), x @ effective.T + bias
+    )
+
+
+@pytest.mark.parametrize("memory_mode, extra", [("fast", 1), ("mem", 0)])
+def test_saved_activations_are_x_and_in_fast_mode_one_output(memory_mode, extra):
+    tokens, width = 64, 32
+    x = torch.randn(tokens, width, requires_grad=True)
+    weight = torch.randn(width, width)
+    rotations = [make_rotation(width, 8, torch.float32) for _ in range(2)]
+    owned = {t.data_ptr() for t in (x, weight, *(t for r in rotations for t in r[:3] if t is not None))}
+    saved = {}
+    pack = lambda t: saved.setdefault(t.data_ptr(), t) is None or t  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        poetx_linear(x, weight, None, *rotations, memory_mode)
+    assert x.data_ptr() in saved
+    activations = [t for pointer, t in saved.items() if pointer not in owned]
+    assert sum(t.numel() for t in activations) == extra * tokens * width
+
+
+def test_no_gradient_work_for_what_needs_none():
+    x, weight, _, rotation_in, rotation_out = make()
+    x, frozen = x.detach(), rotation_out._replace(entries=rotation_out.entries.detach(), tail=None)
+    result = poetx_linear(x, weight, None, rotation_in, frozen, "fast")
+    result.sum().backward()
+    assert rotation_in.entries.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("memory_mode", ["fast", "mem"])
+def test_full_graph_compile_gives_the_same_result(memory_mode):
+    x, weight, bias, rotation_in, rotation_out = make()
+    compiled = torch.compile(poetx_linear, fullgraph=True, backend="aot_eager")
+    inputs = flat_inputs(x, bias, rotation_in, rotation_out)
+    outputs = [f(x, weight, bias, rotation_in, rotation_out, memory_mode) for f in (poetx_linear, compiled)]
+    torch.testing.assert_close(outputs[0], outputs[1])
+    gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in outputs]
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
