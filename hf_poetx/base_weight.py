@@ -1,0 +1,84 @@
+"""The frozen base weight of a layer: reading and writing it whole, its fingerprint, its error bits."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# Elements of a weight that its fingerprint looks at.
+FINGERPRINT_SAMPLES = 65_536
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded over ranks; a collective call if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_full_(target: Tensor, source: Tensor) -> None:
+    """Write a whole tensor into one that may be sharded over ranks, keeping its storage, dtype and placement."""
+    source = source.to(target.dtype)
+    if isinstance(target, DTensor):
+        sharded = distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(sharded.to_local())
+    else:
+        target.copy_(source)
+
+
+@torch.no_grad()
+def row_normalize_(weight: Tensor, transposed: bool) -> None:
+    """Scale every output's weights to the norm 1, in place; rows of zeros stay.
+
+    Args:
+        weight: ``[out_features, in_features]``, or the transpose of it.
+        transposed: whether it is the transpose (`Conv1D`).
+    """
+    whole = full_tensor(weight).float()
+    norms = whole.norm(dim=0 if transposed else 1, keepdim=True)
+    copy_full_(weight, whole / torch.where(norms > 0, norms, 1))
+
+
+@torch.no_grad()
+def fingerprint(weight: Tensor) -> Tensor:
+    """Hash of evenly spaced elements of a weight, rounded to bf16 so that it is the same for a model loaded in fp32.
+
+    Returns:
+        0-dim int64 on the CPU, never negative.
+    """
+    flat = full_tensor(weight).detach().reshape(-1)
+    step = max(1, flat.numel() // FINGERPRINT_SAMPLES)
+    bits = flat[::step].to("cpu", torch.bfloat16).view(torch.int16).long()
+    # An odd multiplier for each position makes the sum depend on the order; int64 wraps around.
+    positions = torch.arange(bits.numel(), dtype=torch.int64)
+    mixed = (bits + 32_768) * ((positions * 2 + 1) * 2_654_435_761) + positions
+    mixed = mixed ^ (mixed >> 29)
+    return (mixed * 1_099_511_628_211).sum() & 0x7FFF_FFFF_FFFF_FFFF
+
+
+def split_error_bits(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round an fp32 weight to bf16 and keep 8 more bits of it.
+
+    Integer arithmetic on the bit pattern: the fp32 bits are rounded to their upper 24, of which the bf16 takes the
+    upper 16, rounded to nearest, and the signed rest is the error.
+
+    Args:
+        master: fp32, any shape, finite.
+        dtype: must be `torch.bfloat16`.
+
+    Returns:
+        The bf16 weight and its int8 error bits, both of the same shape.
+
+    Source: FlashOptim, weight splitting by units in the last place.
+    """
+    if dtype != torch.bfloat16:
+        raise ValueError(f"base_error_bits needs a bfloat16 base weight, got {dtype}; load the model in bfloat16")
+    upper = (master.float().contiguous().view(torch.int32).long() + 0x80) >> 8
+    narrow = (upper + 0x80) >> 8
+    error = upper - (narrow << 8)
+    # A tie rounds up and leaves -128, so the error always fits.
+    return narrow.to(torch.int16).view(torch.bfloat16), error.to(torch.int8)
+
+
+def join_error_bits(narrow: Tensor, error_bits: Tensor) -> Tensor:
+    """The fp32 weight that a bf16 weight and its error bits stand for; inverse of `split_error_bits` to 24 bits."""
+    upper = (narrow.contiguous().view(torch.int16).long() << 8) + error_bits.long()
+    return (upper << 8).to(torch.int32).view(torch.float32)

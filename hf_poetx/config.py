@@ -1,0 +1,137 @@
+"""Configuration of a POET-X adapter."""
+
+import difflib
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from peft import PeftConfig, PeftType
+
+from .enum_member import add_str_enum_member
+
+# PEFT has no plug-in API: its enumeration has to know the method before a config of it can exist.
+POETX = add_str_enum_member(PeftType, "POETX", "POETX")
+
+
+@dataclass
+class PoetXConfig(PeftConfig):
+    """Configuration of POET-X: frozen weights between trained block-diagonal orthogonal transforms.
+
+    The fields describe themselves: ``{f.name: f.metadata["help"] for f in dataclasses.fields(PoetXConfig)}``.
+
+    Raises:
+        TypeError: for an unknown field, naming the closest one.
+        ValueError: for a value out of range, naming the field, the value and what is allowed.
+
+    Example:
+        >>> PoetXConfig(block=1)
+        Traceback (most recent call last):
+        ...
+        ValueError: block=1: a rotation needs at least 2 columns; use an integer >= 2, such as 256
+    """
+
+    block: int = field(
+        default=256, metadata={"help": "Size of the orthogonal blocks. Any width works: the last block is smaller."}
+    )
+    target_modules: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Names or regular expression of the layers to wrap. Default: all linear layers but the head."
+        },
+    )
+    exclude_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "Names or regular expression of layers to leave alone."}
+    )
+    layers_to_transform: list[int] | int | None = field(
+        default=None, metadata={"help": "Indices of the layers to wrap; needs target_modules as a list."}
+    )
+    layers_pattern: list[str] | str | None = field(
+        default=None, metadata={"help": "Name of the list of layers that layers_to_transform counts in."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules to copy, train and save beside the adapter. See also train_rest."}
+    )
+    merge_interval: int = field(
+        default=200,
+        metadata={"help": "Optimizer steps between merges of the transforms into the weights; 0 never merges."},
+    )
+    train_rest: bool = field(
+        default=False, metadata={"help": "Train embeddings, norms, biases and head in place, as pretraining needs."}
+    )
+    init: Literal["keep", "normalize"] = field(
+        default="keep",
+        metadata={"help": "'keep' leaves the weights as they are; 'normalize' scales rows to norm 1, from scratch."},
+    )
+    memory_mode: Literal["fast", "mem"] = field(
+        default="fast",
+        metadata={"help": "'fast' saves the input and one more activation a layer; 'mem' the input alone."},
+    )
+    poet_scale: float = field(
+        default=0.5, metadata={"help": "Learning rate of the skew entries relative to that of the rest, at block 256."}
+    )
+    clip_warmup: int = field(
+        default=20, metadata={"help": "Steps after a merge during which the gradient norm is clipped more tightly."}
+    )
+    permutation_group: int = field(
+        default=1, metadata={"help": "Columns that permutations move together; 1 is the article's choice."}
+    )
+    seed: int = field(default=0, metadata={"help": "Seed of the permutations."})
+    skew_dtype: Literal["float32", "bfloat16"] = field(
+        default="float32", metadata={"help": "Dtype of the trained skew entries."}
+    )
+    base_error_bits: Literal[0, 8] = field(
+        default=0,
+        metadata={"help": "Extra bits kept of bf16 base weights, for more than 1000 merges; 1 byte a weight."},
+    )
+    track_spectrum: bool = field(
+        default=False, metadata={"help": "Keep the singular values at the start, so that their drift can be reported."}
+    )
+    check_base: bool = field(
+        default=True, metadata={"help": "Refuse to load onto a base model other than the one the adapter was made on."}
+    )
+    base_config: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Configuration of a base model that exists nowhere on disk. Set by training."}
+    )
+
+    def __new__(cls, *args, **kwargs):
+        names = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(sorted(names))}"
+                raise TypeError(f"PoetXConfig has no field {name!r}; {hint}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.peft_type = POETX
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)
+        if isinstance(self.exclude_modules, list):
+            self.exclude_modules = set(self.exclude_modules)
+        self._check_integer("block", 2, "a rotation needs at least 2 columns; use an integer >= 2, such as 256")
+        self._check_integer("merge_interval", 0, "use a number of optimizer steps, or 0 to never merge")
+        self._check_integer("clip_warmup", 0, "use a number of steps, or 0 for no warm-up")
+        self._check_integer("permutation_group", 1, "use a number of columns >= 1")
+        self._check_integer("seed", 0, "use an integer >= 0")
+        self._check_choice("init", "keep", "normalize")
+        self._check_choice("memory_mode", "fast", "mem")
+        self._check_choice("skew_dtype", "float32", "bfloat16")
+        self._check_choice("base_error_bits", 0, 8)
+        if not self.poet_scale > 0:
+            raise ValueError(
+                f"poet_scale={self.poet_scale!r}: use a factor > 0; to freeze an adapter, do not train it"
+            )
+        for name in ("layers_to_transform", "layers_pattern"):
+            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
+                raise ValueError(f"{name} needs target_modules as a list of names, got {self.target_modules!r}")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+
+    def _check_integer(self, name: str, minimum: int, fix: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name}={value!r}: {fix}")
+
+    def _check_choice(self, name: str, *choices: Any) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(repr, choices))}")
