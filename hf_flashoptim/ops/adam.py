@@ -1,0 +1,115 @@
+"""One Adam or AdamW step over many parameters, decoding and encoding compressed state on the way.
+
+This module holds the op's schema and its implementation for the CPU, which is also the oracle of the GPU's kernel
+(``kernels/adam.py``, imported at the first call on a GPU).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, SecondMoment, item, read_gradient, walk
+
+
+@torch.library.custom_op(
+    "hf_flashoptim::adam_step",
+    mutates_args=(
+        "params",
+        "exp_avgs",
+        "exp_avg_scales",
+        "exp_avg_sqs",
+        "exp_avg_sq_scales",
+        "error_bits",
+        "steps",
+    ),
+    device_types="cpu",
+)
+def adam_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_scales: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    exp_avg_sq_scales: Sequence[Tensor],
+    error_bits: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """Step every parameter in place::
+
+        t <- t + 1
+        g <- -g if maximize;  g <- g + weight_decay * w unless decoupled
+        m <- beta1 * m + (1 - beta1) * g
+        s <- hypot(sqrt(beta2) * s, sqrt(1 - beta2) * g)                    s = sqrt(v), so squares never over- or underflow
+        w <- w * (1 - lr * weight_decay) if decoupled
+        w <- w - lr / (1 - beta1^t) * m / (s / sqrt(1 - beta2^t) + eps)
+
+    A learning rate of 0 writes neither parameters nor error bits. All tensors are contiguous and all lists have one
+    entry a parameter or, where stated, none. One call holds parameters of one dtype and one kind of state.
+
+    Args:
+        params: fp32, bf16 or fp16 weights w.
+        grads: gradients g of the same shapes, any floating dtype.
+        exp_avgs: m, as fp32 or as int8 codes.
+        exp_avg_scales: bf16 scales of these codes (``ops/layout.py``); empty with fp32 moments.
+        exp_avg_sqs: v as fp32, or uint8 codes of s.
+        exp_avg_sq_scales: bf16 scales of these codes; empty with fp32 moments.
+        error_bits: int8 or int16 (``ops/error_correction.py``); empty without.
+        steps: t, fp32 of shape ``[]`` on the parameters' device: read there, never by the host.
+        lr: shape ``[]``, on the CPU or on the parameters' device.
+        beta1: decay rate of m.
+        beta2: decay rate of v.
+        eps: added to the root of v.
+        weight_decay: coefficient, multiplied by lr where it is decoupled.
+        decoupled: AdamW's weight decay instead of L2 regularization.
+        maximize: ascend.
+
+    Source: Loshchilov and Hutter (2019), algorithm 2; FlashOptim (2026), algorithm 4.
+    """
+    rate = float(lr)
+    for index, param in enumerate(params):
+        step = float(steps[index].add_(1))
+        if not param.numel():
+            continue
+        step_size = rate / (1 - beta1**step) if beta1 < 1 else math.inf
+        root_scale = 1 / math.sqrt(1 - beta2**step) if beta2 < 1 else math.inf
+        shape, pieces = walk(param, bool(exp_avg_scales))
+        weight = MasterWeight(param, item(error_bits, index), shape)
+        exp_avg = FirstMoment(exp_avgs[index], item(exp_avg_scales, index), shape)
+        exp_avg_sq = SecondMoment(exp_avg_sqs[index], item(exp_avg_sq_scales, index), shape)
+        grad_rows = grads[index].view(shape)
+        for piece in pieces:
+            grad = read_gradient(grad_rows, piece, maximize)
+            master = weight.read(piece)
+            if weight_decay and not decoupled:
+                grad = grad.add(master, alpha=weight_decay)
+            mean = exp_avg.read(piece).mul_(beta1).add_(grad, alpha=1 - beta1)
+            root = exp_avg_sq.read(piece).mul_(math.sqrt(beta2))
+            root = root.hypot_(grad * math.sqrt(1 - beta2))
+            if rate:
+                if weight_decay and decoupled:
+                    master.mul_(1 - rate * weight_decay)
+                master.addcdiv_(mean, (root * root_scale).add_(eps), value=-step_size)
+                weight.write(piece, master)
+            exp_avg.write(piece, mean)
+            exp_avg_sq.write(piece, root)
+
+
+@adam_step.register_fake
+def _(params: Sequence[Tensor], *args: object) -> None:
+    return None
+
+
+@adam_step.register_kernel("cuda")
+def _(*args: object) -> None:
+    from hf_flashoptim.kernels.adam import adam_step as launch
+
+    launch(*args)

@@ -1,0 +1,104 @@
+"""Companded 8-bit moments: int8 codes for the first moment, uint8 codes for the second, one bf16 scale a group of 32.
+
+First moment m with group scale S: ``x = m / S``, ``code = round(127 * 2x / (1 + |x|))``. Second moment v, held as its
+root s: ``code = round(255 * s / S)``, at least 1 where s > 0: an element far below its group's maximum must not lose
+its variance while it keeps its momentum, else its next update explodes. Rounding is to nearest, ties to even.
+
+S is the group's largest magnitude rounded to bf16 and clamped to bf16's normal numbers, so it neither vanishes nor
+overflows, and codes are clamped because S may be rounded down. A group that holds inf or NaN gets the scale NaN: all
+of it decodes to NaN, whatever its codes are, and no other group is touched.
+
+Source: FlashOptim (2026), algorithms 2 and 3, with bf16 in place of fp16 scales and the floor of 1.
+"""
+
+import torch
+from torch import Tensor
+
+from hf_flashoptim.ops.layout import GROUP_SIZE, from_groups, rows_and_cols, scale_shape, to_groups
+
+SCALE_DTYPE = torch.bfloat16
+_SCALE_MIN = torch.finfo(SCALE_DTYPE).tiny
+_SCALE_MAX = torch.finfo(SCALE_DTYPE).max
+
+
+def group_scale(largest: Tensor) -> Tensor:
+    """Scale for groups with these largest magnitudes: bf16, within its normal range, NaN where not finite.
+
+    Args:
+        largest: fp32, any shape, not negative.
+    """
+    # inf * 0 is NaN; rounding to bf16 comes last and cannot leave the clamped range, whose ends bf16 holds exactly.
+    return torch.add(largest.clamp(_SCALE_MIN, _SCALE_MAX), largest * 0).to(SCALE_DTYPE)
+
+
+def encode_first_moment(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode a first moment ``[rows, cols]`` in fp32.
+
+    Returns:
+        Codes int8 ``[rows, cols]`` within +-127, and scales bf16 ``[rows, ceil(cols / 32)]``.
+    """
+    groups = to_groups(values)
+    scale = group_scale(groups.abs().amax(-1))
+    x = groups / scale.unsqueeze(-1)
+    companded = x.div_(x.abs().add_(1.0)).mul_(254.0)
+    codes = companded.round_().clamp_(-127.0, 127.0).to(torch.int8)
+    return from_groups(codes, values.shape[1]), scale
+
+
+def decode_first_moment(codes: Tensor, scale: Tensor) -> Tensor:
+    """Decode ``encode_first_moment``: ``z = code / 127``, ``m = S * z / (2 - |z|)``, fp32 ``[rows, cols]``."""
+    z = to_groups(codes).to(torch.float32)
+    values = z.div_(z.abs().neg_().add_(254.0)).mul_(scale.unsqueeze(-1))
+    return from_groups(values, codes.shape[1])
+
+
+def encode_second_moment(root: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode the root of a second moment ``[rows, cols]`` in fp32, not negative.
+
+    Returns:
+        Codes uint8 ``[rows, cols]``, 0 only where the root is 0, and scales bf16 ``[rows, ceil(cols / 32)]``.
+    """
+    groups = to_groups(root)
+    scale = group_scale(groups.amax(-1))
+    codes = (groups / scale.unsqueeze(-1)).mul_(255.0).round_().clamp_(max=255.0)
+    codes = torch.maximum(codes, groups.sign(), out=codes).to(torch.int32).to(torch.uint8)
+    return from_groups(codes, root.shape[1]), scale
+
+
+def decode_second_moment(codes: Tensor, scale: Tensor) -> Tensor:
+    """Decode ``encode_second_moment``: ``s = S * code / 255``, the root, fp32 ``[rows, cols]``."""
+    values = to_groups(codes).to(torch.float32).mul_(1 / 255).mul_(scale.unsqueeze(-1))
+    return from_groups(values, codes.shape[1])
+
+
+def quantize_first_moment(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """``encode_first_moment`` for a tensor of two or more dimensions: codes of its shape, scales of ``scale_shape``."""
+    codes, scale = encode_first_moment(moment.float().reshape(rows_and_cols(moment.shape)))
+    return codes.reshape(moment.shape), scale.reshape(scale_shape(moment.shape))
+
+
+def dequantize_first_moment(codes: Tensor, scale: Tensor) -> Tensor:
+    """Inverse of ``quantize_first_moment``, fp32."""
+    return decode_first_moment(*_as_rows(codes, scale)).reshape(codes.shape)
+
+
+def quantize_second_moment(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a second moment v (not its root) of two or more dimensions."""
+    codes, scale = encode_second_moment(moment.float().sqrt().reshape(rows_and_cols(moment.shape)))
+    return codes.reshape(moment.shape), scale.reshape(scale_shape(moment.shape))
+
+
+def dequantize_second_moment(codes: Tensor, scale: Tensor) -> Tensor:
+    """Inverse of ``quantize_second_moment``: v in fp32, squares saturating at fp32's largest number."""
+    return saturating_square(decode_second_moment(*_as_rows(codes, scale))).reshape(codes.shape)
+
+
+def saturating_square(root: Tensor) -> Tensor:
+    """``root ** 2`` that stays finite for every finite root (inf and NaN pass)."""
+    square = root.square()
+    return torch.where(root.isfinite(), square.clamp(max=torch.finfo(square.dtype).max), square)
+
+
+def _as_rows(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows, cols = rows_and_cols(codes.shape)
+    return codes.reshape(rows, cols), scale.reshape(rows, -(-cols // GROUP_SIZE))

@@ -1,0 +1,110 @@
+"""Error bits: a 24- or 32-bit master weight kept as a 16-bit parameter and an int8 or int16 correction.
+
+bf16 works on the bit pattern of the fp32 master: ``B = (bits + 0x8000) >> 16`` is the parameter (rounded to nearest,
+ties away from zero), ``e = bits - (B << 16)`` the error bits; with int16 every finite fp32 comes back exactly. With
+int8 the master is first rounded to its upper 24 bits (never up to inf), so it is off by at most ULP / 512 of the
+parameter. NaN stays NaN; a master that bf16 can't hold has the parameter inf and still comes back.
+
+fp16 works on values: ``e = round((master - narrow) / u)`` with u = ULP(narrow) / 2^16 (int16) or / 2^8 (int8). With
+int16, masters with 2^-17 <= |x| <= 65504 come back exactly and smaller ones within 2^-41; larger ones saturate.
+
+Whatever error bits accompany a parameter that was changed from outside, they move it by at most half a ULP.
+
+Source: FlashOptim (2026), equations 1 and 2 and algorithm 1, here in integer arithmetic.
+"""
+
+import torch
+from torch import Tensor
+
+ERROR_DTYPES = {24: torch.int8, 32: torch.int16}
+_INF_BITS = 0x7F800000
+_SIGN_BIT = -0x80000000
+_BF16_NAN_BITS = 0x7FC0
+_FP16_MAX = torch.finfo(torch.float16).max
+
+
+def split_master_weight(master: Tensor, dtype: torch.dtype, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split an fp32 master weight into a parameter of ``dtype`` (bf16 or fp16) and int8 or int16 error bits."""
+    if dtype == torch.float16:
+        return _split_fp16(master, error_dtype)
+    bits = _upper_bits(master.view(torch.int32), error_dtype)
+    narrow = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
+    errors = _bf16_error_bits(bits, narrow, error_dtype)
+    if not torch.isfinite(master.sum()):  # rare, and much cheaper to ask than to mask every element
+        narrow.masked_fill_(master.isnan(), _BF16_NAN_BITS)
+        errors.masked_fill_(master.isfinite().logical_not_(), 0)
+    return narrow.view(torch.bfloat16), errors
+
+
+def compute_error_bits(master: Tensor, narrow: Tensor, error_dtype: torch.dtype) -> Tensor:
+    """Error bits that bring ``narrow`` (bf16 or fp16, however it was rounded) as close to the fp32 master as they can.
+
+    A ``narrow`` that rounded a tie to even may miss the master by one step of the error bits.
+    """
+    if narrow.dtype == torch.float16:
+        errors = _fp16_error(master, narrow, error_dtype)
+        return errors.nan_to_num_(0.0).clamp_(max=torch.iinfo(error_dtype).max).to(error_dtype)
+    errors = _bf16_error_bits(
+        _upper_bits(master.view(torch.int32), error_dtype), narrow.view(torch.int16), error_dtype
+    )
+    return errors.masked_fill_(master.isfinite().logical_not_(), 0)
+
+
+def reconstruct_master_weight(narrow: Tensor, errors: Tensor) -> Tensor:
+    """The fp32 master weight of a bf16 or fp16 parameter and its int8 or int16 error bits."""
+    if narrow.dtype == torch.float16:
+        steps = errors.to(torch.float32).mul_(_power_of_two(narrow, -_error_width(errors.dtype)))
+        return steps.add_(narrow)
+    bits = narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    sign = bits & _SIGN_BIT
+    magnitude = bits.bitwise_xor_(sign)
+    magnitude.add_(errors, alpha=1 << (16 - _error_width(errors.dtype)))
+    # A parameter set to 0 from outside beside negative error bits must not borrow from the sign bit.
+    return magnitude.clamp_(min=0).bitwise_or_(sign).view(torch.float32)
+
+
+def _error_width(error_dtype: torch.dtype) -> int:
+    return torch.iinfo(error_dtype).bits
+
+
+def _upper_bits(bits: Tensor, error_dtype: torch.dtype) -> Tensor:
+    """Bit pattern of the master rounded to what parameter and error bits can hold together."""
+    if error_dtype == torch.int16:
+        return bits
+    # Rounding up from the last 24-bit number below inf would make it inf: those magnitudes are truncated instead.
+    room = (bits & 0x7FFFFFFF).sub_(_INF_BITS - 0x80).bitwise_right_shift_(31)
+    return room.bitwise_and_(0x80).add_(bits).bitwise_and_(~0xFF)
+
+
+def _bf16_error_bits(bits: Tensor, narrow_bits: Tensor, error_dtype: torch.dtype) -> Tensor:
+    errors = narrow_bits.to(torch.int32).bitwise_left_shift_(16).neg_().add_(bits)
+    errors.bitwise_right_shift_(16 - _error_width(error_dtype))
+    limits = torch.iinfo(error_dtype)
+    return errors.clamp_(limits.min, limits.max).to(error_dtype)
+
+
+def _split_fp16(master: Tensor, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    finite = master.isfinite()
+    master = torch.where(finite, master.clamp(-_FP16_MAX, _FP16_MAX), master)
+    narrow = master.to(torch.float16)
+    errors = _fp16_error(master, narrow, error_dtype)
+    # Error bits reach from -1/2 ULP to just below +1/2: what lies beyond belongs to the next parameter above.
+    beyond = errors > torch.iinfo(error_dtype).max
+    bits = narrow.view(torch.int16)
+    above = torch.where(bits < 0, bits - 1, bits + 1).view(torch.float16)
+    narrow = torch.where(beyond, above, narrow)
+    errors = torch.where(beyond, _fp16_error(master, narrow, error_dtype), errors)
+    return narrow, torch.where(finite, errors, 0.0).to(error_dtype)
+
+
+def _fp16_error(master: Tensor, narrow: Tensor, error_dtype: torch.dtype) -> Tensor:
+    """``(master - narrow) / u`` in fp32, rounded to nearest and clamped from below, not from above."""
+    errors = (master - narrow).mul_(_power_of_two(narrow, _error_width(error_dtype), inverse=True))
+    return errors.round_().clamp_(min=torch.iinfo(error_dtype).min)
+
+
+def _power_of_two(narrow: Tensor, exponent: int, inverse: bool = False) -> Tensor:
+    """``ULP(narrow) * 2^exponent`` for fp16, or with ``inverse`` ``2^exponent / ULP(narrow)``, in fp32."""
+    ulp_exponent = (narrow.view(torch.int16).to(torch.int32) >> 10).bitwise_and_(31).clamp_(min=1).sub_(25)
+    signed = ulp_exponent.neg_() if inverse else ulp_exponent
+    return signed.add_(127 + exponent).bitwise_left_shift_(23).view(torch.float32)

@@ -1,0 +1,84 @@
+"""One Lion step over many parameters, decoding and encoding compressed state on the way.
+
+This module holds the op's schema and its implementation for the CPU, which is also the oracle of the GPU's kernel
+(``kernels/lion.py``, imported at the first call on a GPU).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, item, read_gradient, walk
+
+
+@torch.library.custom_op(
+    "hf_flashoptim::lion_step",
+    mutates_args=("params", "exp_avgs", "exp_avg_scales", "error_bits"),
+    device_types="cpu",
+)
+def lion_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_scales: Sequence[Tensor],
+    error_bits: Sequence[Tensor],
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """Step every parameter in place::
+
+        g <- -g if maximize
+        u <- beta1 * m + (1 - beta1) * g
+        w <- w * (1 - lr * weight_decay) - lr * sign(u)             sign(inf) and sign(NaN) are NaN, so none is hidden
+        m <- beta2 * m + (1 - beta2) * g
+
+    A learning rate of 0 writes neither parameters nor error bits. All tensors are contiguous and all lists have one
+    entry a parameter or, where stated, none. One call holds parameters of one dtype and one kind of state.
+
+    Args:
+        params: fp32, bf16 or fp16 weights w.
+        grads: gradients g of the same shapes, any floating dtype.
+        exp_avgs: m, as fp32 or as int8 codes.
+        exp_avg_scales: bf16 scales of these codes (``ops/layout.py``); empty with fp32 moments.
+        error_bits: int8 or int16 (``ops/error_correction.py``); empty without.
+        lr: shape ``[]``, on the CPU or on the parameters' device.
+        beta1: weight of m in the update.
+        beta2: decay rate of m.
+        weight_decay: coefficient, multiplied by lr.
+        maximize: ascend.
+
+    Source: Chen et al. (2023), algorithm 2.
+    """
+    rate = float(lr)
+    for index, param in enumerate(params):
+        if not param.numel():
+            continue
+        shape, pieces = walk(param, bool(exp_avg_scales))
+        weight = MasterWeight(param, item(error_bits, index), shape)
+        exp_avg = FirstMoment(exp_avgs[index], item(exp_avg_scales, index), shape)
+        grad_rows = grads[index].view(shape)
+        for piece in pieces:
+            grad = read_gradient(grad_rows, piece, maximize)
+            mean = exp_avg.read(piece)
+            if rate:
+                update = (mean * beta1).add_(grad, alpha=1 - beta1)
+                update = (update - update).add_(update.sign())
+                master = weight.read(piece).mul_(1 - rate * weight_decay).sub_(update, alpha=rate)
+                weight.write(piece, master)
+            exp_avg.write(piece, mean.mul_(beta2).add_(grad, alpha=1 - beta2))
+
+
+@lion_step.register_fake
+def _(params: Sequence[Tensor], *args: object) -> None:
+    return None
+
+
+@lion_step.register_kernel("cuda")
+def _(*args: object) -> None:
+    from hf_flashoptim.kernels.lion import lion_step as launch
+
+    launch(*args)
