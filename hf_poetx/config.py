@@ -11,6 +11,11 @@ from .enum_member import add_str_enum_member
 # PEFT has no plug-in API: its enumeration has to know the method before a config of it can exist.
 POETX = add_str_enum_member(PeftType, "POETX", "POETX")
 
+# Stands for the path of a base model that exists on no disk; whatever tries to load it shows this text.
+NO_BASE_ON_DISK = (
+    "no base model on disk: build it from the base_config in adapter_config.json and use PeftModel.from_pretrained"
+)
+
 
 @dataclass
 class PoetXConfig(PeftConfig):
@@ -126,6 +131,13 @@ class PoetXConfig(PeftConfig):
                 raise ValueError(f"{name} needs target_modules as a list of names, got {self.target_modules!r}")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; a base model that was built from a configuration is named as such."""
+        fields_by_name = super().to_dict()
+        if self.base_config is not None and not self.base_model_name_or_path:
+            fields_by_name["base_model_name_or_path"] = NO_BASE_ON_DISK
+        return fields_by_name
 
     def _check_integer(self, name: str, minimum: int, fix: str) -> None:
         value = getattr(self, name)

@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .checkpoint import adapter_state_dict, canonical_name, poetx_layers, rest_parameters, restore_base
-from .config import PoetXConfig
+from .config import NO_BASE_ON_DISK, PoetXConfig
 from .layer import PoetXLayer, PoetXLinear
-
-# Stands for the path of a base model that was built from a config and saved nowhere; a loader's error shows it.
-NO_BASE_ON_DISK = (
-    "no base model on disk: build it from the base_config in adapter_config.json and use PeftModel.from_pretrained"
-)
 
 
 class PoetXModel(BaseTuner):
@@ -77,10 +72,11 @@ class PoetXModel(BaseTuner):
 
     def _note_missing_base(self, peft_config: PoetXConfig, model: nn.Module) -> None:
         """Keep the configuration of a model that was built from one, since no folder holds it."""
+        if peft_config.base_model_name_or_path == NO_BASE_ON_DISK:
+            peft_config.base_model_name_or_path = ""
         if peft_config.base_config is None and not peft_config.inference_mode and hasattr(model, "config"):
-            if not getattr(model, "name_or_path", None) and peft_config.base_model_name_or_path in (None, ""):
+            if not getattr(model, "name_or_path", None) and not peft_config.base_model_name_or_path:
                 peft_config.base_config = self.get_model_config(model)
-                peft_config.base_model_name_or_path = NO_BASE_ON_DISK
 
     def _check_new_adapter_config(self, config: PoetXConfig) -> None:
         super()._check_new_adapter_config(config)
