@@ -1,7 +1,7 @@
 """One Adam or AdamW step over many parameters, decoding and encoding compressed state on the way.
 
-This module holds the op's schema and its implementation for the CPU, which is also the oracle of the GPU's kernel
-(``kernels/adam.py``, imported at the first call on a GPU).
+``adam_step`` is the op; ``adam_step_eager`` is its implementation for the CPU, in plain PyTorch for any device, and the
+oracle of the GPU's kernel (``kernels/adam.py``, imported at the first call on a GPU).
 """
 
 import math
@@ -13,20 +13,24 @@ from torch import Tensor
 from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, SecondMoment, item, read_gradient, walk
 
 
-@torch.library.custom_op(
-    "hf_flashoptim::adam_step",
-    mutates_args=(
-        "params",
-        "exp_avgs",
-        "exp_avg_scales",
-        "exp_avg_sqs",
-        "exp_avg_sq_scales",
-        "error_bits",
-        "steps",
-    ),
-    device_types="cpu",
-)
-def adam_step(
+def largest_update(step: float, beta1: float, beta2: float) -> float:
+    """Largest magnitude of Adam's update at step t, in learning rates, over all gradients there can have been.
+
+    Both moments are weighted means of the same gradients, with weights ``a_k = beta1^k (1 - beta1) / (1 - beta1^t)``
+    and ``b_k = beta2^k (1 - beta2) / (1 - beta2^t)``, k < t, so by Cauchy and Schwarz it is ``sqrt(sum a_k^2 / b_k)``. Infinite (no bound) unless beta1^2 < beta2.
+
+    Example:
+        >>> [round(largest_update(t, 0.9, 0.999), 2) for t in (1, 10, 100, 1e6)]
+        [1.0, 1.04, 2.24, 7.27]
+    """
+    if beta1**2 >= beta2:
+        return math.inf  # it grows without limit
+    ratio = beta1**2 / beta2
+    terms = (1 - ratio**step) / (1 - ratio)
+    return (1 - beta1) / (1 - beta1**step) * math.sqrt((1 - beta2**step) / (1 - beta2) * terms)
+
+
+def adam_step_eager(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -50,7 +54,10 @@ def adam_step(
         m <- beta1 * m + (1 - beta1) * g
         s <- hypot(sqrt(beta2) * s, sqrt(1 - beta2) * g)                    s = sqrt(v), so squares never over- or underflow
         w <- w * (1 - lr * weight_decay) if decoupled
-        w <- w - lr / (1 - beta1^t) * m / (s / sqrt(1 - beta2^t) + eps)
+        w <- w - lr * clamp(m / (1 - beta1^t) / (s / sqrt(1 - beta2^t) + eps), +-largest_update(t))
+
+    No gradients can make Adam's update larger than the clamp. But 8-bit codes can: an s far below its group's maximum
+    may be stuck at its code while m grows.
 
     A learning rate of 0 writes neither parameters nor error bits. All tensors are contiguous and all lists have one
     entry a parameter or, where stated, none. One call holds parameters of one dtype and one kind of state.
@@ -65,8 +72,8 @@ def adam_step(
         error_bits: int8 or int16 (``ops/error_correction.py``); empty without.
         steps: t, fp32 of shape ``[]`` on the parameters' device: read there, never by the host.
         lr: shape ``[]``, on the CPU or on the parameters' device.
-        beta1: decay rate of m.
-        beta2: decay rate of v.
+        beta1: decay rate of m, below 1.
+        beta2: decay rate of v, below 1.
         eps: added to the root of v.
         weight_decay: coefficient, multiplied by lr where it is decoupled.
         decoupled: AdamW's weight decay instead of L2 regularization.
@@ -79,8 +86,9 @@ def adam_step(
         step = float(steps[index].add_(1))
         if not param.numel():
             continue
-        step_size = rate / (1 - beta1**step) if beta1 < 1 else math.inf
-        root_scale = 1 / math.sqrt(1 - beta2**step) if beta2 < 1 else math.inf
+        bound = largest_update(step, beta1, beta2)
+        mean_scale = 1 / (1 - beta1**step)
+        root_scale = 1 / math.sqrt(1 - beta2**step)
         shape, pieces = walk(param, bool(exp_avg_scales))
         weight = MasterWeight(param, item(error_bits, index), shape)
         exp_avg = FirstMoment(exp_avgs[index], item(exp_avg_scales, index), shape)
@@ -97,10 +105,26 @@ def adam_step(
             if rate:
                 if weight_decay and decoupled:
                     master.mul_(1 - rate * weight_decay)
-                master.addcdiv_(mean, (root * root_scale).add_(eps), value=-step_size)
-                weight.write(piece, master)
+                update = (mean * mean_scale).div_((root * root_scale).add_(eps)).clamp_(-bound, bound)
+                weight.write(piece, master.sub_(update, alpha=rate))
             exp_avg.write(piece, mean)
             exp_avg_sq.write(piece, root)
+
+
+adam_step = torch.library.custom_op(
+    "hf_flashoptim::adam_step",
+    adam_step_eager,
+    mutates_args=(
+        "params",
+        "exp_avgs",
+        "exp_avg_scales",
+        "exp_avg_sqs",
+        "exp_avg_sq_scales",
+        "error_bits",
+        "steps",
+    ),
+    device_types="cpu",
+)
 
 
 @adam_step.register_fake

@@ -1,7 +1,7 @@
 """One Lion step over many parameters, decoding and encoding compressed state on the way.
 
-This module holds the op's schema and its implementation for the CPU, which is also the oracle of the GPU's kernel
-(``kernels/lion.py``, imported at the first call on a GPU).
+``lion_step`` is the op; ``lion_step_eager`` is its implementation for the CPU, in plain PyTorch for any device, and the
+oracle of the GPU's kernel (``kernels/lion.py``, imported at the first call on a GPU).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,7 @@ from torch import Tensor
 from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, item, read_gradient, walk
 
 
-@torch.library.custom_op(
-    "hf_flashoptim::lion_step",
-    mutates_args=("params", "exp_avgs", "exp_avg_scales", "error_bits"),
-    device_types="cpu",
-)
-def lion_step(
+def lion_step_eager(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
@@ -70,6 +65,14 @@ def lion_step(
                 master = weight.read(piece).mul_(1 - rate * weight_decay).sub_(update, alpha=rate)
                 weight.write(piece, master)
             exp_avg.write(piece, mean.mul_(beta2).add_(grad, alpha=1 - beta2))
+
+
+lion_step = torch.library.custom_op(
+    "hf_flashoptim::lion_step",
+    lion_step_eager,
+    mutates_args=("params", "exp_avgs", "exp_avg_scales", "error_bits"),
+    device_types="cpu",
+)
 
 
 @lion_step.register_fake

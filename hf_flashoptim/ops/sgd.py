@@ -1,7 +1,7 @@
 """One SGD step over many parameters, decoding and encoding compressed state on the way.
 
-This module holds the op's schema and its implementation for the CPU, which is also the oracle of the GPU's kernel
-(``kernels/sgd.py``, imported at the first call on a GPU).
+``sgd_step`` is the op; ``sgd_step_eager`` is its implementation for the CPU, in plain PyTorch for any device, and the
+oracle of the GPU's kernel (``kernels/sgd.py``, imported at the first call on a GPU).
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,7 @@ from torch import Tensor
 from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, item, read_gradient, walk
 
 
-@torch.library.custom_op(
-    "hf_flashoptim::sgd_step",
-    mutates_args=("params", "momentum_buffers", "momentum_buffer_scales", "error_bits", "steps"),
-    device_types="cpu",
-)
-def sgd_step(
+def sgd_step_eager(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
@@ -85,6 +80,14 @@ def sgd_step(
                 if weight_decay and decoupled:
                     master.mul_(1 - rate * weight_decay)
                 weight.write(piece, master.sub_(update, alpha=rate))
+
+
+sgd_step = torch.library.custom_op(
+    "hf_flashoptim::sgd_step",
+    sgd_step_eager,
+    mutates_args=("params", "momentum_buffers", "momentum_buffer_scales", "error_bits", "steps"),
+    device_types="cpu",
+)
 
 
 @sgd_step.register_fake

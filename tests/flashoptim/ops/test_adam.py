@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_flashoptim.ops import layout
-from hf_flashoptim.ops.adam import adam_step
+from hf_flashoptim.ops.adam import adam_step, largest_update
 from hf_flashoptim.ops.error_correction import reconstruct_master_weight
 from tests.flashoptim.ops.step_inputs import KINDS, assert_same, clone, errors_for, moments_for, parameters, run
 
@@ -103,6 +103,31 @@ def test_a_tiny_gradient_beside_a_huge_one_does_not_explode():
     for _ in range(20):
         adam_step(*args)
         assert args[0][0].abs().max() <= 20 * 1e-3 * 1.01
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 50, 1000])
+def test_no_gradients_make_adams_update_larger_than_the_clamp(step):
+    """Cauchy-Schwarz is attained by gradients g_k proportional to a_k / b_k; random ones stay below."""
+    k = torch.arange(step - 1, -1, -1, dtype=torch.float64)
+    a = BETA1**k * (1 - BETA1) / (1 - BETA1**step)
+    b = BETA2**k * (1 - BETA2) / (1 - BETA2**step)
+    bound = largest_update(step, BETA1, BETA2)
+    worst = a / b
+    assert ((a * worst).sum() / (b * worst.square()).sum().sqrt()).item() == pytest.approx(bound, rel=1e-9)
+    grads = torch.randn(1000, step, dtype=torch.float64).exp()
+    assert ((grads @ a) / (grads.square() @ b).sqrt() <= bound * (1 + 1e-12)).all()
+    assert math.isinf(largest_update(step, 0.9, 0.81)) and math.isinf(largest_update(step, 0.9, 0.0))
+
+
+def test_a_variance_stuck_at_its_code_does_not_let_the_update_grow():
+    """Small gradients first, larger ones later, beside an element that sets the scale."""
+    args = inputs(torch.float32, None, True, shapes=[(1, 32)], weight_decay=0.0)
+    args[0][0].zero_()
+    for step in range(50):
+        args[1][0].fill_(1e-5 if step < 3 else 1e-2)[0, 0] = 1.0
+        before = args[0][0].clone()
+        adam_step(*args)
+        assert (args[0][0] - before).abs().max() <= 1e-3 * largest_update(step + 1, BETA1, BETA2) * 1.001
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30], ids=str)
