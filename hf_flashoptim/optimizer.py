@@ -141,6 +141,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     smallest_step = 1.0
     # Step counter for saved state that has none; None where it must have one.
     step_without_counter: float | None = None
+    # The GradientReleaseHandle while gradient release is on.
+    gradient_release: Any = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its hyperparameters and dtypes; see ``torch.optim.Optimizer.add_param_group``."""

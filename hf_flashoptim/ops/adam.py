@@ -17,7 +17,8 @@ def largest_update(step: float, beta1: float, beta2: float) -> float:
     """Largest magnitude of Adam's update at step t, in learning rates, over all gradients there can have been.
 
     Both moments are weighted means of the same gradients, with weights ``a_k = beta1^k (1 - beta1) / (1 - beta1^t)``
-    and ``b_k = beta2^k (1 - beta2) / (1 - beta2^t)``, k < t, so by Cauchy and Schwarz it is ``sqrt(sum a_k^2 / b_k)``. Infinite (no bound) unless beta1^2 < beta2.
+    and ``b_k = beta2^k (1 - beta2) / (1 - beta2^t)``, k < t, so by Cauchy and Schwarz it is ``sqrt(sum a_k^2 / b_k)``.
+    Infinite (no bound) unless beta1^2 < beta2.
 
     Example:
         >>> [round(largest_update(t, 0.9, 0.999), 2) for t in (1, 10, 100, 1e6)]
@@ -28,6 +29,10 @@ def largest_update(step: float, beta1: float, beta2: float) -> float:
     ratio = beta1**2 / beta2
     terms = (1 - ratio**step) / (1 - ratio)
     return (1 - beta1) / (1 - beta1**step) * math.sqrt((1 - beta2**step) / (1 - beta2) * terms)
+
+
+# Smallest denominator of an update: with eps = 0, a weight that has had no gradient stays as it is.
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def adam_step_eager(

@@ -1,8 +1,9 @@
 """Companded 8-bit moments: int8 codes for the first moment, uint8 codes for the second, one bf16 scale a group of 32.
 
-First moment m with group scale S: ``x = m / S``, ``code = round(127 * 2x / (1 + |x|))``. Second moment v, held as its
-root s: ``code = round(255 * s / S)``, at least 1 where s > 0: an element far below its group's maximum must not lose
-its variance while it keeps its momentum, else its next update explodes. Rounding is to nearest, ties to even.
+First moment m with group scale S: ``x = m / S``, ``code = round(127 * 2x / (1 + |x|))``, evaluated as
+``254 * (1 - 1 / (1 + |x|))`` with the sign of x. Second moment v, held as its root s: ``code = round(255 * s / S)``, at
+least 1 where s > 0: an element far below its group's maximum must not lose its variance while it keeps its momentum,
+else its next update explodes. Rounding is to nearest, ties to even; dividing by S is multiplying by 1 / S in fp32.
 
 S is the group's largest magnitude rounded to bf16 and clamped to bf16's normal numbers, so it neither vanishes nor
 overflows, and codes are clamped because S may be rounded down. A group that holds inf or NaN gets the scale NaN: all
@@ -39,9 +40,9 @@ def encode_first_moment(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = to_groups(values)
     scale = group_scale(groups.abs().amax(-1))
-    x = groups / scale.unsqueeze(-1)
-    companded = x.div_(x.abs().add_(1.0)).mul_(254.0)
-    codes = companded.round_().clamp_(-127.0, 127.0).to(torch.int8)
+    x = groups * scale.float().reciprocal_().unsqueeze(-1)
+    companded = x.abs().add_(1.0).reciprocal_().neg_().add_(1.0).mul_(254.0)
+    codes = companded.round_().clamp_(max=127.0).copysign_(x).to(torch.int8)
     return from_groups(codes, values.shape[1]), scale
 
 
@@ -60,14 +61,14 @@ def encode_second_moment(root: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = to_groups(root)
     scale = group_scale(groups.amax(-1))
-    codes = (groups / scale.unsqueeze(-1)).mul_(255.0).round_().clamp_(max=255.0)
+    codes = (groups * scale.float().reciprocal_().unsqueeze(-1)).mul_(255.0).round_().clamp_(max=255.0)
     codes = torch.maximum(codes, groups.sign(), out=codes).to(torch.int32).to(torch.uint8)
     return from_groups(codes, root.shape[1]), scale
 
 
 def decode_second_moment(codes: Tensor, scale: Tensor) -> Tensor:
     """Decode ``encode_second_moment``: ``s = S * code / 255``, the root, fp32 ``[rows, cols]``."""
-    values = to_groups(codes).to(torch.float32).mul_(1 / 255).mul_(scale.unsqueeze(-1))
+    values = to_groups(codes).to(torch.float32).mul_((scale.float() * (1 / 255)).unsqueeze(-1))
     return from_groups(values, codes.shape[1])
 
 

@@ -1,0 +1,380 @@
+"""FlashOptim inside transformers' Trainer: ``optim="flash_adamw"`` and its siblings, gradient release, and monitoring.
+
+Everything of ``TrainingArguments.optim_args`` is read here: a comma-separated list of ``key=value``, where keys are
+the keyword arguments of the optimizer (``betas`` as ``beta1`` and ``beta2``) and those of ``TrainerOptions``.
+"""
+
+import inspect
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import transformers.trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext, _parse_optim_args
+from transformers.training_args import OptimizerNames, ParallelMode
+
+from hf_flashoptim.adam import FlashAdam, FlashAdamW
+from hf_flashoptim.diagnostics import CompressionError, compression_report
+from hf_flashoptim.enum_member import add_str_enum_member
+from hf_flashoptim.gradient_release import CLIP_MODES, enable_gradient_release
+from hf_flashoptim.lion import FlashLion
+from hf_flashoptim.optimizer import FlashOptimizer
+from hf_flashoptim.sgd import FlashSGD, FlashSGDW
+
+OPTIMIZERS: dict[str, type[FlashOptimizer]] = {
+    "flash_adamw": FlashAdamW,
+    "flash_adam": FlashAdam,
+    "flash_sgd": FlashSGD,
+    "flash_sgdw": FlashSGDW,
+    "flash_lion": FlashLion,
+}
+# Keyword arguments that TrainingArguments have a field of their own for.
+_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": None, "betas": None}
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """Keys of ``optim_args`` that are not the optimizer's.
+
+    Attributes:
+        exempt: parameters kept out of compression (fp32 moments and, in 16 bits, a 32-bit master weight): fnmatch
+            patterns of parameter or module names, separated by ``|``, such as ``lm_head|*.embed_tokens``.
+        gradient_release: step during the backward pass.
+        release_max_grad_norm: with it, clip gradients to this norm; 0 for no clipping.
+        release_clip: how, see ``gradient_release.Clipping``.
+    """
+
+    exempt: str = ""
+    gradient_release: bool = False
+    release_max_grad_norm: float = 0.0
+    release_clip: str = CLIP_MODES[0]
+
+
+def read_optim_args(name: str, optim_args: str | None) -> tuple[dict[str, Any], TrainerOptions]:
+    """Keyword arguments of the optimizer called ``name``, and the Trainer's own options.
+
+    Raises:
+        ValueError: for text that is not ``key=value,...``, an unknown key, or a value of another type; it lists what
+            is valid.
+    """
+    parameters = inspect.signature(OPTIMIZERS[name]).parameters
+    valid: dict[str, Any] = {key: p.default for key, p in parameters.items() if key not in _FIELDS}
+    if "betas" in parameters:
+        valid.update(zip(("beta1", "beta2"), parameters["betas"].default, strict=True))
+    own = {field.name: field.default for field in fields(TrainerOptions)}
+    try:
+        items = _parse_optim_args(optim_args)
+    except ValueError as error:
+        raise ValueError(f"optim_args={optim_args!r} is not of the form 'key=value,key=value'.") from error
+    values = {}
+    for key, text in items.items():
+        if _FIELDS.get(key):
+            raise ValueError(f"optim_args={optim_args!r}: set TrainingArguments.{_FIELDS[key]} instead of {key!r}.")
+        if key not in valid and key not in own:
+            raise ValueError(
+                f"optim_args={optim_args!r}: {name} has no {key!r}. Valid keys: {', '.join(sorted({**valid, **own}))}."
+            )
+        values[key] = _convert(key, text, {**valid, **own}[key])
+    options = TrainerOptions(**{key: values.pop(key) for key in own if key in values})
+    if options.release_clip not in CLIP_MODES:
+        raise ValueError(f"release_clip={options.release_clip!r} is not valid; choose one of {CLIP_MODES}.")
+    return values, options
+
+
+def _convert(key: str, text: str, default: Any) -> Any:
+    """Text of ``optim_args`` as a value of the default's type."""
+    lowered = text.lower()
+    try:
+        if isinstance(default, bool):
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[lowered]
+        if key == "master_weight_bits" and lowered == "none":
+            return None
+        if isinstance(default, int):
+            return int(text)
+        return float(text) if isinstance(default, float) else text
+    except (KeyError, ValueError) as error:
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ValueError(f"optim_args: {key}={text!r} is not valid; it must be {kind}.") from error
+
+
+def _handler(name: str) -> Callable[[OptimizerContext], tuple[type[FlashOptimizer], dict[str, Any]]]:
+    def make(context: OptimizerContext) -> tuple[type[FlashOptimizer], dict[str, Any]]:
+        values, options = read_optim_args(name, _joined(context.optim_args))
+        cls = OPTIMIZERS[name]
+        parameters = inspect.signature(cls).parameters
+        kwargs = dict(context.optimizer_kwargs)
+        if "eps" in parameters:
+            kwargs["eps"] = context.adam_kwargs["eps"]
+        if "betas" in parameters:
+            beta1, beta2 = _betas(context, parameters["betas"].default)
+            kwargs["betas"] = (values.pop("beta1", beta1), values.pop("beta2", beta2))
+        kwargs.update(values)
+        if options.exempt:
+            cls = exempting(cls, _matching(context.model, options.exempt))
+        return cls, kwargs
+
+    return make
+
+
+def _joined(optim_args: dict[str, str]) -> str:
+    return ",".join(f"{key}={value}" for key, value in optim_args.items())
+
+
+def _betas(context: OptimizerContext, own: tuple[float, float]) -> tuple[float, float]:
+    """The Adam betas of TrainingArguments; where they are untouched, the optimizer's own (Lion's differ)."""
+    defaults = {field.name: field.default for field in fields(TrainingArguments)}
+    untouched = (defaults["adam_beta1"], defaults["adam_beta2"])
+    betas = tuple(context.adam_kwargs["betas"])
+    return own if betas == untouched else betas
+
+
+def _matching(model: nn.Module | None, patterns: str) -> list[Tensor]:
+    """Parameters whose name, or whose module's or an outer module's name, matches one of the patterns."""
+    if model is None:
+        raise ValueError("optim_args: 'exempt' needs the model to look for names in.")
+    found: dict[Tensor, None] = {}
+    for pattern in patterns.split("|"):
+        matches = []
+        for name, p in model.named_parameters(remove_duplicate=False):
+            parts = name.split(".")
+            if any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1)):
+                matches.append(p)
+        if not matches:
+            raise ValueError(
+                f"optim_args: exempt={pattern!r} matches no parameter. Patterns match full dotted names: use "
+                f"'*.{pattern}' for a nested one."
+            )
+        found.update(dict.fromkeys(matches))
+    return list(found)
+
+
+def exempting(cls: type[FlashOptimizer], exempt: Iterable[Tensor]) -> type[FlashOptimizer]:
+    """A subclass that moves these parameters, whatever group they come in, to groups without compression."""
+    chosen = set(exempt)
+
+    class Exempting(cls):
+        def __init__(self, params: Iterable[Any], **kwargs: Any) -> None:
+            groups = [g if isinstance(g, dict) else {"params": [g]} for g in params]
+            bits = 32 if kwargs.get("master_weight_bits", 24) is not None else None
+            rest, own = [], []
+            for group in groups:
+                members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+                apart = [m for m in members if (m[1] if isinstance(m, tuple) else m) in chosen]
+                rest.append({**group, "params": [m for m in members if not any(m is a for a in apart)]})
+                if apart:
+                    own.append({**group, "params": apart, "quantize": False, "master_weight_bits": bits})
+            super().__init__([*rest, *own], **kwargs)
+
+    Exempting.__name__ = Exempting.__qualname__ = cls.__name__
+    return Exempting
+
+
+def unwrap(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrappers."""
+    while not isinstance(optimizer, FlashOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class GradientReleaseCallback(TrainerCallback):
+    """Turns gradient release on when ``optim_args`` ask for it; every Trainer has one.
+
+    It starts with the training and not with the optimizer, which at its construction has not been prepared, loaded,
+    nor given its schedule.
+    """
+
+    def __init__(self) -> None:
+        self._handle = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check that gradient release can work, and enable it."""
+        self.on_train_end(args, state, control)
+        if args.optim not in OPTIMIZERS:
+            return
+        options = read_optim_args(str(args.optim.value), args.optim_args)[1]
+        if not options.gradient_release:
+            return
+        refuse_what_needs_all_gradients(args, model)
+        optimizer = unwrap(optimizer)
+        if getattr(optimizer, "gradient_release", None) is not None:
+            optimizer.gradient_release.remove()  # of a training that was broken off
+        norm = options.release_max_grad_norm or None
+        self._handle = enable_gradient_release(model, optimizer, max_grad_norm=norm, clip=options.release_clip)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let the optimizer step as ever again."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def refuse_what_needs_all_gradients(args: TrainingArguments, model: nn.Module) -> None:
+    """Raise for settings that gradient release would silently ignore or get wrong.
+
+    Raises:
+        ValueError: naming the setting, why, and what to set instead.
+    """
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    parallel = args.parallel_mode in (ParallelMode.DISTRIBUTED, ParallelMode.NOT_DISTRIBUTED) and not sharded
+    refusals = [
+        (
+            args.gradient_accumulation_steps > 1,
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps}: every gradient is stepped at once. Set it "
+            "to 1, with a larger per_device_train_batch_size.",
+        ),
+        (
+            args.max_grad_norm > 0,
+            f"max_grad_norm={args.max_grad_norm}: the global norm is known only when all gradients are gone. Set "
+            "max_grad_norm=0 and, to clip by each parameter's norm or by the norm of the step before, "
+            "optim_args='gradient_release=true,release_max_grad_norm=1.0,release_clip=parameter' (or previous_step).",
+        ),
+        (args.fp16, "fp16=True: GradScaler unscales all gradients after the backward pass. Set bf16=True instead."),
+        (
+            bool(args.deepspeed),
+            "deepspeed: its engine keeps gradients in buffers of its own. Train without gradient release.",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True: when memory runs out, part of the parameters have been stepped already. Set "
+            "the batch size by hand.",
+        ),
+        (
+            parallel,
+            f"parallel_mode={args.parallel_mode.value}: DistributedDataParallel, DataParallel and FSDP1 keep gradients "
+            "in buffers of their own. Use FSDP2, or one GPU.",
+        ),
+    ]
+    for applies, reason in refusals:
+        if applies:
+            raise ValueError(f"Gradient release cannot work with {reason}")
+
+
+class FlashMonitorCallback(TrainerCallback):
+    """Logs what compression costs, at every logging step, and warns of layers that it does not suit.
+
+    Adds to the logs (also ``trainer.state.log_history``): ``flash_step_ms``, time of the optimizer's step;
+    ``flash_peak_memory_gib``, of the GPU or, on a CPU, of the process; ``flash_nmse_<moment>``, the mean over
+    parameters of ``CompressionError.nmse``; ``flash_lost_updates``, mean share of updates that round to nothing.
+
+    Args:
+        nmse_threshold: parameters with a larger error in a moment are warned of, once each.
+        lost_threshold: as for the share of lost updates.
+    """
+
+    def __init__(self, nmse_threshold: float = 1e-2, lost_threshold: float = 0.5) -> None:
+        self._thresholds = (nmse_threshold, lost_threshold)
+        self._metrics: dict[str, float] = {}
+        self._warned: set[str] = set()
+        self._started = 0.0
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Measure, if this step will be logged, before anything moves."""
+        optimizer = unwrap(optimizer)
+        if isinstance(optimizer, FlashOptimizer) and self._is_logged(args, state):
+            if optimizer.gradient_release is not None:
+                self._warn_once("", "With gradient release, compression errors are not measured: gradients are gone.")
+            else:
+                self._measure(compression_report(optimizer, model))
+        _synchronize()
+        self._started = time.perf_counter()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the time of the step."""
+        _synchronize()
+        self._metrics["flash_step_ms"] = round((time.perf_counter() - self._started) * 1e3, 3)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the measurements to training logs."""
+        if logs is None or "loss" not in logs or not self._metrics:
+            return
+        self._metrics["flash_peak_memory_gib"] = round(_peak_memory() / 2**30, 3)
+        logs.update(self._metrics)
+        state.log_history[-1].update(self._metrics)
+
+    @staticmethod
+    def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
+        step = state.global_step + 1
+        return step % max(1, int(state.logging_steps or 1)) == 0 or (step == 1 and args.logging_first_step)
+
+    def _measure(self, report: dict[str, CompressionError]) -> None:
+        errors: dict[str, list[float]] = {}
+        nmse_threshold, lost_threshold = self._thresholds
+        for name, error in report.items():
+            for moment, nmse in error.nmse.items():
+                errors.setdefault(f"flash_nmse_{moment}", []).append(nmse)
+                if nmse > nmse_threshold:
+                    self._warn_once(
+                        name,
+                        f"{name} is sensitive to quantization: the NMSE of its {moment} is {nmse:.2g}. Keep it out of "
+                        f"compression with optim_args='exempt={name}'.",
+                    )
+            errors.setdefault("flash_lost_updates", []).append(error.lost_updates)
+            if error.lost_updates > lost_threshold:
+                self._warn_once(
+                    f"{name} lost",
+                    f"{error.lost_updates:.0%} of the updates of {name} round to nothing. Raise the learning rate, or "
+                    f"set optim_args='master_weight_bits=32' (or 'exempt={name}').",
+                )
+        self._metrics = {key: sum(values) / len(values) for key, values in errors.items()}
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(message, stacklevel=2)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _peak_memory() -> float:
+    """Bytes."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def register_optimizers() -> None:
+    """Make ``flash_*`` names of the Trainer's optimizers, once; ``import hf_flashoptim`` does it."""
+    for name in OPTIMIZERS:
+        add_str_enum_member(OptimizerNames, name.upper(), name)
+        _OPTIMIZER_HANDLERS[name] = _handler(name)
+    if GradientReleaseCallback not in transformers.trainer.DEFAULT_CALLBACKS:
+        transformers.trainer.DEFAULT_CALLBACKS.append(GradientReleaseCallback)
