@@ -173,7 +173,7 @@ def train(run: Run) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train_tokens, held_out = (tokens.to(device) for tokens in load_tokens())
     model, optimizer = build(run, device)
-    warmup = run.steps // 20
+    warmup = max(1, run.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / warmup, 0.05 + 0.95 * (1 + math.cos(math.pi * step / run.steps)) / 2),
