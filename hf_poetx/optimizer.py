@@ -1,6 +1,6 @@
 """Optimizers for POET-X: parameter groups of the skew entries, and a reset of exactly their state after a merge."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,25 +12,6 @@ from .ops.skew import block_size
 
 # The block at which `poet_scale` is what it says.
 REFERENCE_BLOCK = 256
-
-# State of torch's own optimizers that does not start at zero: (optimizer, key) -> start value or name of an option.
-_NONZERO_START: dict[tuple[str, str], float | str] = {
-    ("NAdam", "mu_product"): 1.0,
-    ("Adagrad", "sum"): "initial_accumulator_value",
-}
-_ZERO_START = (
-    "Adam",
-    "AdamW",
-    "NAdam",
-    "RAdam",
-    "Adamax",
-    "SGD",
-    "RMSprop",
-    "Adadelta",
-    "Adagrad",
-    "Adafactor",
-    "Muon",
-)
 
 
 def skew_learning_rate(lr: float, block: int, poet_scale: float) -> float:
@@ -57,28 +38,49 @@ def trainable_skew(model: nn.Module) -> dict[nn.Parameter, float]:
     }
 
 
-def add_skew_groups(groups: Iterable[dict[str, Any]], model: nn.Module, lr: float) -> list[dict[str, Any]]:
+def add_skew_groups(groups: Iterable[Any], model: nn.Module, lr: float | None = None) -> list[dict[str, Any]]:
     """Move skew entries out of parameter groups into groups of their own: scaled rate, no weight decay.
 
     Args:
-        groups: as an optimizer takes them; options of a group that held skew entries are kept for those.
+        groups: what an optimizer takes, parameters or groups of them, named or not; other options of a group that
+            held skew entries are kept for those.
         model: holds the POET-X layers.
         lr: of groups that state none.
 
     Returns:
-        The groups without skew entries, in their order, then one for each block size.
+        The groups without skew entries, in their order, then those of the skew entries, one for each learning rate
+        and group that they came from. The same model gives the same groups, so optimizer state can be resumed.
+
+    Raises:
+        ValueError: if neither `lr` nor a group with skew entries states a learning rate.
     """
     scales = trainable_skew(model)
-    rest, skew = [], {}
-    for group in groups:
-        rest.append({**group, "params": [p for p in group["params"] if p not in scales]})
-        for parameter in group["params"]:
-            if parameter in scales:
-                rate = skew_learning_rate(group.get("lr", lr), block_size(parameter), scales[parameter])
-                options = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay")}
-                skew.setdefault(rate, {**options, "params": [], "lr": rate, "weight_decay": 0.0})
-                skew[rate]["params"].append(parameter)
-    return [group for group in rest if group["params"]] + [skew[rate] for rate in sorted(skew)]
+    groups = list(groups)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    rest: list[dict[str, Any]] = []
+    skew: dict[tuple[float, int], dict[str, Any]] = {}
+    for index, group in enumerate(groups):
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        rest.append({**group, "params": [member for member in members if _parameter(member) not in scales]})
+        for member in members:
+            parameter = _parameter(member)
+            if parameter not in scales:
+                continue
+            base = group.get("lr", lr)
+            if base is None:
+                raise ValueError(
+                    "the learning rate of POET-X skew entries is a multiple of the optimizer's, which is None; state lr"
+                )
+            rate = skew_learning_rate(float(base), block_size(parameter), scales[parameter])
+            # Schedulers start from `initial_lr`, which some optimizers fill with their default for every group.
+            options = {"lr": rate, "initial_lr": rate, "weight_decay": 0.0}
+            skew.setdefault((rate, index), {**group, **options, "params": []})["params"].append(member)
+    return [group for group in rest if group["params"]] + [skew[key] for key in sorted(skew)]
+
+
+def _parameter(member: Any) -> Tensor:
+    return member[1] if isinstance(member, tuple) else member
 
 
 def create_poetx_optimizer(
@@ -111,21 +113,20 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def check_resettable(optimizer: Any) -> None:
     """Raise TypeError, naming the optimizer, if `reset_optimizer_state` does not know how to reset it."""
     optimizer = unwrap_optimizer(optimizer)
-    if hasattr(optimizer, "reset_state") or _reset_rule(optimizer) is not None:
-        return
-    raise TypeError(
-        f"POET-X resets the optimizer state of its skew entries after a merge and does not know how for "
-        f"{type(optimizer).__module__}.{type(optimizer).__qualname__}; give it a method reset_state(params), "
-        "or use PoetXConfig(merge_interval=0)"
-    )
+    if not hasattr(optimizer, "reset_state") and _reset_rule(optimizer) is None:
+        raise TypeError(
+            f"POET-X resets the optimizer state of its skew entries after a merge and does not know how for "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}; give it a method reset_state(params), "
+            "or use PoetXConfig(merge_interval=0)"
+        )
 
 
 @torch.no_grad()
 def reset_optimizer_state(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     """Put the state of some parameters back to its start, in place, and leave all else alone.
 
-    It calls ``optimizer.reset_state(params)`` if there is one. State is never removed, which would break the next
-    distributed checkpoint, and quantized state is not zeroed but initialised by its optimizer.
+    The next step of these parameters is the first step of a new optimizer. It calls ``optimizer.reset_state(params)``
+    if there is one. State is never removed, which would break the next distributed checkpoint.
 
     Raises:
         TypeError: for an unknown optimizer.
@@ -142,31 +143,80 @@ def reset_optimizer_state(optimizer: Any, params: Iterable[nn.Parameter]) -> Non
                 rule(optimizer, group, parameter, group_index, index)
 
 
-def _reset_rule(optimizer: Any):
-    for cls in type(optimizer).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if cls.__module__.startswith("torch.optim") and cls.__name__ in _ZERO_START:
-            return _reset_zero_start
-        if cls.__module__ == "transformers.optimization" and cls.__name__ == "Adafactor":
-            return _reset_zero_start
-        if package == "bitsandbytes" and hasattr(optimizer, "init_state"):
-            return _reset_bitsandbytes
-        if package == "torchao":
-            return _reset_zero_start
-    return None
+def _reset_rule(optimizer: Any) -> Callable[[Optimizer, dict, Tensor, int, int], None] | None:
+    """How to reset an optimizer, by the class whose `step` it runs: a subclass with its own may keep other state."""
+    step = getattr(type(optimizer), "step", None)
+    if step is None:
+        return None
+    package = ".".join(step.__module__.split(".")[:2])
+    return _RESET_RULES.get((package, step.__qualname__.partition(".")[0]))
 
 
-def _reset_zero_start(optimizer: Optimizer, group: dict, parameter: Tensor, group_index: int, index: int) -> None:
+def _fill(**starts: float | str) -> Callable[[Optimizer, dict, Tensor, int, int], None]:
+    """Rule that fills state with zeros, or the given start values or options of the group, by key."""
+
+    def reset(optimizer: Optimizer, group: dict, parameter: Tensor, group_index: int, index: int) -> None:
+        state = optimizer.state[parameter]
+        for key, value in state.items():
+            start = starts.get(key, 0.0)
+            start = float(group[start]) if isinstance(start, str) else start
+            if isinstance(value, Tensor):
+                value.fill_(start)
+            elif isinstance(value, int | float):
+                state[key] = type(value)(start)
+
+    return reset
+
+
+def _reset_sgd(optimizer: Optimizer, group: dict, parameter: Tensor, group_index: int, index: int) -> None:
+    if group["dampening"]:
+        # Its first step does not dampen, and knows a first step by this alone.
+        optimizer.state[parameter]["momentum_buffer"] = None
+    else:
+        _fill()(optimizer, group, parameter, group_index, index)
+
+
+def _reset_by_init_state(optimizer: Any, group: dict, parameter: Tensor, group_index: int, index: int) -> None:
+    """bitsandbytes: let it initialise the state anew, code tables included, and copy that into the old tensors."""
     state = optimizer.state[parameter]
-    for key, value in state.items():
-        start = _NONZERO_START.get((type(optimizer).__name__, key), 0.0)
-        start = group[start] if isinstance(start, str) else start
+    paged, optimizer.is_paged = optimizer.is_paged, False
+    try:
+        optimizer.state[parameter] = {}
+        optimizer.init_state(group, parameter, group_index, index)
+        start = optimizer.state[parameter]
+    finally:
+        optimizer.state[parameter], optimizer.is_paged = state, paged
+    for key, value in start.items():
         if isinstance(value, Tensor):
-            # Not fill_: quantized tensor subclasses know how to copy, since that is how they are written.
-            value.copy_(torch.full(value.shape, start, dtype=value.dtype, device=value.device))
-        elif isinstance(value, int | float):
-            state[key] = type(value)(start)
+            state[key].copy_(value)
+        else:
+            state[key] = value
 
 
-def _reset_bitsandbytes(optimizer: Any, group: dict, parameter: Tensor, group_index: int, index: int) -> None:
-    optimizer.init_state(group, parameter, group_index, index)
+def _reset_torchao(optimizer: Any, group: dict, parameter: Tensor, group_index: int, index: int) -> None:
+    """Quantized tensor subclasses: as for bitsandbytes."""
+    state = optimizer.state[parameter]
+    state["step"].zero_()
+    for key in state.keys() - {"step"}:
+        state[key].copy_(optimizer._new_buffer(parameter, key == "exp_avg"))
+
+
+# By the first two parts of the module and the class that define `step`.
+_RESET_RULES = {
+    ("torch.optim", "Adam"): _fill(),
+    ("torch.optim", "NAdam"): _fill(mu_product=1.0),
+    ("torch.optim", "RAdam"): _fill(),
+    ("torch.optim", "Adamax"): _fill(),
+    ("torch.optim", "AdamW"): _fill(),
+    ("torch.optim", "SGD"): _reset_sgd,
+    ("torch.optim", "ASGD"): _fill(eta="lr", mu=1.0),
+    ("torch.optim", "RMSprop"): _fill(),
+    ("torch.optim", "Rprop"): _fill(step_size="lr"),
+    ("torch.optim", "Adadelta"): _fill(),
+    ("torch.optim", "Adagrad"): _fill(sum="initial_accumulator_value"),
+    ("torch.optim", "Adafactor"): _fill(),
+    ("torch.optim", "Muon"): _fill(),
+    ("transformers.optimization", "Adafactor"): _fill(),
+    ("torchao.optim", "_AdamBase"): _reset_torchao,
+    ("bitsandbytes.optim", "Optimizer8bit"): _reset_by_init_state,
+}

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.utils import logging
 
 from .base_weight import full_tensor
 from .checkpoint import poetx_layers
@@ -15,8 +14,6 @@ from .layer import PoetXLayer
 from .ops.cayley import largest_singular_value
 from .rotation import full_precision
 from .schedule import find_tuner, require_tuner
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,9 @@ def spectrum_drift(weight: torch.Tensor, start: torch.Tensor) -> float:
 
 
 class OrthogonalityCallback(TrainerCallback):
-    """Logs the largest sigma, defect and drift, and the norm furthest from 1, at every log of the Trainer.
+    """Adds the largest sigma, defect and drift, and the norm furthest from 1, to every log of the Trainer.
+
+    They appear as ``poetx/sigma`` and so on, in what is printed and in ``trainer.state.log_history``.
 
     Args:
         spectrum: also compute the drift, which costs singular values of every layer.
@@ -116,15 +115,17 @@ class OrthogonalityCallback(TrainerCallback):
 
     def __init__(self, spectrum: bool = False) -> None:
         self.spectrum = spectrum
-        self.history: dict[int, dict[str, float]] = {}
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, model=None, **kwargs
     ):
-        if model is None or find_tuner(model) is None or state.global_step in self.history:
+        # Only logs of training: those of evaluation and of the end are of the same weights again.
+        if not logs or "loss" not in logs or model is None or find_tuner(model) is None:
             return
         report = orthogonality_report(model, self.spectrum)
         figures = {f"poetx/{figure}": report.largest(figure) for figure in ("sigma", "defect", "drift")}
         figures["poetx/norm"] = max((layer.norm for layer in report.layers), key=lambda norm: abs(norm - 1))
-        self.history[state.global_step] = {key: value for key, value in figures.items() if value is not None}
-        logger.info("%s", self.history[state.global_step])
+        figures = {key: value for key, value in figures.items() if value is not None}
+        logs.update(figures)
+        # The Trainer keeps a copy that it made before it called.
+        state.log_history[-1].update(figures)

@@ -51,17 +51,24 @@ def draw_permutation(width: int, group: int, seed: int, name: str, merge_count: 
 
 @contextlib.contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Products in true fp32: autocast and TF32 are off inside, whatever the user set, and restored after."""
-    matmul = torch.backends.cuda.matmul
-    # `fp32_precision` replaces `allow_tf32` from torch 2.9 on; the two must not be mixed.
-    name, value = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
+    """Products in true fp32: autocast, TF32 and bf16 products are off inside, whatever the user set, and restored after."""
+    # `fp32_precision` replaces `set_float32_matmul_precision` from torch 2.9 on; the two must not be mixed.
+    backends = [b for b in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if hasattr(b, "fp32_precision")]
+    before = [backend.fp32_precision for backend in backends] or torch.get_float32_matmul_precision()
+    if backends:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+    else:
+        torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(device.type, enabled=False):
             yield
     finally:
-        setattr(matmul, name, before)
+        if backends:
+            for backend, value in zip(backends, before, strict=True):
+                backend.fp32_precision = value
+        else:
+            torch.set_float32_matmul_precision(before)
 
 
 @torch.no_grad()

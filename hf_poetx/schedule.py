@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from .base_weight import full_tensor
 from .checkpoint import poetx_layers
 from .layer import LayerMerge
 from .model import PoetXModel
@@ -30,12 +31,12 @@ class MergeReport:
     @property
     def max_sigma(self) -> float:
         """Largest singular value of any skew matrix before the merge."""
-        return max(layer.sigma for layer in self.layers)
+        return max((layer.sigma for layer in self.layers), default=0.0)
 
     @property
     def max_jump(self) -> float:
         """Largest relative change of a weight against what the forward pass used, about sigma^4."""
-        return max(layer.jump for layer in self.layers)
+        return max((layer.jump for layer in self.layers), default=0.0)
 
 
 def find_tuner(model: nn.Module) -> PoetXModel | None:
@@ -113,6 +114,30 @@ def merge_then_reinitialize(model: nn.Module, optimizer: Any | None = None) -> M
     return report
 
 
+def claim_clock(model: nn.Module, clock: str) -> PoetXModel:
+    """Make "Trainer", "attach_merging" or "merge_step" the one clock that merges a model, and return its tuner.
+
+    The first two hold a model until they release it (``tuner.clock = None``); nothing says when a loop of `merge_step`
+    ends, so the others may follow it.
+
+    Raises:
+        ValueError: if another clock holds the model, if several adapters lean on weights that merges would change, or
+            if the model is wrapped by what flattens its parameters.
+    """
+    tuner = require_tuner(model)
+    if tuner.clock not in (None, "merge_step"):
+        raise ValueError(f"{tuner.clock} merges this model already; {clock} would be a second clock, use one of them")
+    if merge_interval(tuner) and tuner.clock is None:
+        for module in model.modules():
+            if isinstance(module, FullyShardedDataParallel) or type(module).__module__.startswith("deepspeed."):
+                raise ValueError(
+                    f"{type(module).__name__} flattens parameters, so nothing can be merged: shard with fully_shard "
+                    "(FSDP2), or use PoetXConfig(merge_interval=0)"
+                )
+    tuner.clock = clock
+    return tuner
+
+
 def merge_step(model: nn.Module, optimizer: Any) -> MergeReport | None:
     """Count one optimizer step and merge if it is time; call it after ``optimizer.step()`` in a hand-written loop.
 
@@ -121,9 +146,16 @@ def merge_step(model: nn.Module, optimizer: Any) -> MergeReport | None:
 
     Returns:
         The report of the merge, or None on the steps between.
+
+    Raises:
+        ValueError: see `claim_clock` and `merge_then_reinitialize`.
+        TypeError: for an optimizer whose state cannot be reset, at the first step.
     """
     tuner = require_tuner(model)
-    _claim(tuner, "merge_step")
+    first = tuner.clock is None
+    claim_clock(model, "merge_step")
+    if first and merge_interval(tuner):
+        check_resettable(optimizer)
     gradient_state = getattr(optimizer, "gradient_state", None)
     if gradient_state is not None and not gradient_state.sync_gradients:
         return None
@@ -132,29 +164,40 @@ def merge_step(model: nn.Module, optimizer: Any) -> MergeReport | None:
     return _count_step(tuner, optimizer)
 
 
-def attach_merging(model: nn.Module, optimizer: Any) -> RemovableHandle:
+class MergingHandle:
+    """Ends the merging that `attach_merging` began, and leaves the model to another clock."""
+
+    def __init__(self, tuner: PoetXModel, hook: Any) -> None:
+        self._tuner, self._hook = tuner, hook
+
+    def remove(self) -> None:
+        """Do it; a second call does nothing."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook, self._tuner.clock = None, None
+
+
+def attach_merging(model: nn.Module, optimizer: Any) -> MergingHandle:
     """Merge periodically from inside ``optimizer.step()``, for hand-written loops; call it once.
 
-    The counter is part of the adapter's checkpoint.
+    The counter is part of the adapter's checkpoint. Steps that a gradient scaler skips do not count.
 
     Returns:
         A handle whose ``remove()`` ends it.
+
+    Raises:
+        ValueError: see `claim_clock`.
+        TypeError: for an optimizer whose state cannot be reset.
     """
-    tuner = require_tuner(model)
-    _claim(tuner, "attach_merging")
-    check_resettable(optimizer)
+    if merge_interval(require_tuner(model)):
+        check_resettable(optimizer)
+    tuner = claim_clock(model, "attach_merging")
 
     def after_step(inner: Optimizer, args: tuple, kwargs: dict) -> None:
         if not _is_state_initialisation(tuner, inner):
             _count_step(tuner, inner)
 
-    return unwrap_optimizer(optimizer).register_step_post_hook(after_step)
-
-
-def _claim(tuner: PoetXModel, clock: str) -> None:
-    if tuner.clock not in (None, clock):
-        raise ValueError(f"{tuner.clock} merges this model already; {clock} would be a second clock, use one of them")
-    tuner.clock = clock
+    return MergingHandle(tuner, unwrap_optimizer(optimizer).register_step_post_hook(after_step))
 
 
 def _count_step(tuner: PoetXModel, optimizer: Any) -> MergeReport | None:
@@ -173,5 +216,5 @@ def _is_state_initialisation(tuner: PoetXModel, optimizer: Optimizer) -> bool:
     """
     if any(float(group["lr"]) for group in optimizer.param_groups):
         return False
-    gradients = [p.grad for p in trainable_skew(tuner) if p.grad is not None]
-    return all(not torch.count_nonzero(gradient) for gradient in gradients)
+    gradients = (full_tensor(p.grad) for p in trainable_skew(tuner) if p.grad is not None)
+    return not any(torch.count_nonzero(gradient) for gradient in gradients)

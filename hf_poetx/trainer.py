@@ -8,16 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft.peft_model
 import transformers.trainer
+from accelerate import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .checkpoint import poetx_layers
 from .config import POETX
+from .model import PoetXModel
 from .optimizer import add_skew_groups, check_resettable, trainable_skew, unwrap_optimizer
-from .schedule import MergeReport, find_tuner, merge_interval, merge_then_reinitialize
+from .schedule import MergeReport, claim_clock, find_tuner, merge_interval, merge_then_reinitialize
 
 # Clip warm-up is for the start of a training; later steps are small anyway.
 CLIP_WARMUP_UNTIL = 2000
@@ -27,16 +32,17 @@ class PoetXCallback(TrainerCallback):
     """Merges a POET-X model periodically, on `global_step`; every Trainer has one, and it does nothing for other models.
 
     Attributes:
-        reports: of the merges of the current training, by step.
+        reports: of the merges of the current or last training, by step.
     """
 
     def __init__(self) -> None:
         self.reports: dict[int, MergeReport] = {}
-        self._interval = 0
-        self._max_grad_norm = 0.0
+        self._tuner: PoetXModel | None = None
+        # What the user set, while a step runs under a smaller one.
+        self._max_grad_norm: float | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs):
-        if model is not None and _uses_fsdp(args):
+        if model is not None and _fsdp_plugin(args) is not None:
             # accelerate cannot distribute plain persistent buffers; adapters are saved from the modules anyway.
             for _, layer in poetx_layers(model):
                 for name in layer.buffer_names:
@@ -46,52 +52,56 @@ class PoetXCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs
     ):
-        self._interval = 0
+        # An attempt that ran out of memory begins again without having ended.
+        self.release(args)
         tuner = None if model is None else find_tuner(model)
         skew = {} if tuner is None else trainable_skew(tuner)
         if not skew:
             return
-        optimizer = kwargs.get("optimizer")
-        _warn_about_decay(optimizer, skew)
+        _warn_about_decay(kwargs.get("optimizer"), skew)
         if not merge_interval(tuner):
             return
-        owner = getattr(tuner, "_trainer_clock", None)
-        if owner is not None and owner[0] is state and owner[1] is not self:
-            # The same class was passed by hand as well; one of the two is enough.
-            return
-        if tuner.clock not in (None, "Trainer"):
-            raise ValueError(f"{tuner.clock} merges this model already; the Trainer would be a second clock")
         _refuse_what_loses_base_weights(args)
-        check_resettable(optimizer)
-        tuner.clock, tuner._trainer_clock = "Trainer", (state, self)
+        check_resettable(kwargs.get("optimizer"))
+        self._tuner, self.reports = claim_clock(model, "Trainer"), {}
         for _, layer in poetx_layers(tuner):
             # The best checkpoint may be from before the first merge, which live weights cannot go back to.
             layer.save_base_weight = bool(args.load_best_model_at_end)
-        self._interval, self._max_grad_norm, self.reports = merge_interval(tuner), args.max_grad_norm, {}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs
     ):
-        if self._interval and args.max_grad_norm:
-            warmup = max(find_tuner(model).peft_config[name].clip_warmup for name in find_tuner(model).active_adapters)
-            args.max_grad_norm = self._max_grad_norm * clip_factor(state.global_step, self._interval, warmup)
+        if self._tuner is None or not args.max_grad_norm:
+            return
+        self._restore_max_grad_norm(args)
+        warmup = self._tuner.peft_config[self._tuner.active_adapters[0]].clip_warmup
+        self._max_grad_norm = args.max_grad_norm
+        args.max_grad_norm *= clip_factor(state.global_step, merge_interval(self._tuner), warmup)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs):
-        if not self._interval:
+        if self._tuner is None:
             return
         # Before anything is saved: training_args.bin must hold the user's value.
-        args.max_grad_norm = self._max_grad_norm
-        if state.global_step % self._interval == 0:
+        self._restore_max_grad_norm(args)
+        if state.global_step % merge_interval(self._tuner) == 0:
             self.reports[state.global_step] = merge_then_reinitialize(model, kwargs["optimizer"])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs
     ):
-        if self._interval:
-            args.max_grad_norm = self._max_grad_norm
-            tuner = find_tuner(model)
-            tuner.clock, tuner._trainer_clock = None, None
-            self._interval = 0
+        self.release(args)
+
+    def release(self, args: TrainingArguments) -> None:
+        """Leave the model to another clock, and the arguments as the user set them; also after a training that failed."""
+        self._restore_max_grad_norm(args)
+        if self._tuner is not None:
+            for _, layer in poetx_layers(self._tuner):
+                layer.save_base_weight = False
+            self._tuner.clock = self._tuner = None
+
+    def _restore_max_grad_norm(self, args: TrainingArguments) -> None:
+        if self._max_grad_norm is not None:
+            args.max_grad_norm, self._max_grad_norm = self._max_grad_norm, None
 
 
 def clip_factor(step: int, interval: int, warmup: int) -> float:
@@ -110,23 +120,32 @@ def clip_factor(step: int, interval: int, warmup: int) -> float:
     return 0.1 + 0.9 * since / warmup
 
 
-def _uses_fsdp(args: TrainingArguments) -> bool:
-    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+def _fsdp_plugin(args: TrainingArguments) -> FullyShardedDataParallelPlugin | None:
+    """What accelerate shards with, if asked to by the arguments or by its launcher."""
+    if args.fsdp_plugin_args is not None:
+        return FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return FullyShardedDataParallelPlugin()
+    return None
 
 
 def _refuse_what_loses_base_weights(args: TrainingArguments) -> None:
     """Frozen weights that merges change must reach the checkpoint; where they would not, say so at the start."""
-    if args.deepspeed:
+    if args.deepspeed or args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed drops frozen weights, which merges change: use PoetXConfig(merge_interval=0)")
-    if not _uses_fsdp(args):
+    plugin = _fsdp_plugin(args)
+    if plugin is None:
         return
-    settings = args.fsdp_config or {}
-    version = str(settings.get("version", settings.get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))))
-    kind = str(settings.get("state_dict_type", os.environ.get("FSDP_STATE_DICT_TYPE", ""))).upper()
-    if version != "2":
-        raise ValueError(f"FSDP version {version} cannot merge: set fsdp_version 2, or PoetXConfig(merge_interval=0)")
-    if kind == "FULL_STATE_DICT":
-        raise ValueError("FULL_STATE_DICT drops frozen weights, which merges change: use SHARDED_STATE_DICT")
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"FSDP version {plugin.fsdp_version} flattens parameters, so nothing can be merged: set 'version': 2 in "
+            "fsdp_config, or PoetXConfig(merge_interval=0)"
+        )
+    if plugin.state_dict_type.name != "SHARDED_STATE_DICT":
+        raise ValueError(
+            f"{plugin.state_dict_type.name} drops frozen weights, which merges change: set 'state_dict_type': "
+            "'SHARDED_STATE_DICT' in fsdp_config, or PoetXConfig(merge_interval=0)"
+        )
 
 
 def _warn_about_decay(optimizer: Any, skew: dict[nn.Parameter, float]) -> None:
@@ -147,18 +166,38 @@ def _with_skew_groups(
 
     @functools.wraps(original)
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None):
-        optimizer_cls, kwargs = original(args, model)
-        if model is None or not trainable_skew(model):
-            return optimizer_cls, kwargs
-        if not isinstance(optimizer_cls, type) or "model" in kwargs or "optimizer_dict" in kwargs:
-            raise ValueError(
-                f"optim={str(args.optim)!r} builds its own parameter groups, in which POET-X skew entries cannot have "
-                "their learning rate; use an optimizer that takes groups, such as flash_adamw or adamw_torch"
-            )
-        groups = kwargs.get("params") or _trainer_groups(args, model)
-        return optimizer_cls, {**kwargs, "params": add_skew_groups(groups, model, args.learning_rate)}
+        return _grouped(args, model, *original(args, model))
 
     return get_optimizer_cls_and_kwargs
+
+
+def _with_skew_groups_of_class(original: Callable[..., Optimizer]) -> Callable[..., Optimizer]:
+    """The same for ``Trainer(optimizer_cls_and_kwargs=...)``."""
+
+    @functools.wraps(original)
+    def create_optimizer(self: Trainer, *args: Any, **kwargs: Any) -> Optimizer:
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is not None:
+            self.optimizer_cls_and_kwargs = _grouped(self.args, self.model, *self.optimizer_cls_and_kwargs)
+        return original(self, *args, **kwargs)
+
+    return create_optimizer
+
+
+def _grouped(
+    args: TrainingArguments, model: nn.Module | None, optimizer_cls: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    if model is None or not trainable_skew(model):
+        return optimizer_cls, kwargs
+    takes_groups = isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)
+    if not takes_groups or "model" in kwargs or "optimizer_dict" in kwargs:
+        name = getattr(optimizer_cls, "__name__", optimizer_cls)
+        raise ValueError(
+            f"{name} (optim={getattr(args.optim, 'value', args.optim)!r}) makes its own parameter "
+            "groups, in which POET-X skew entries cannot have their learning rate; use an optimizer that takes "
+            "groups, such as flash_adamw or adamw_torch"
+        )
+    groups = kwargs.get("params") or _trainer_groups(args, model)
+    return optimizer_cls, {**kwargs, "params": add_skew_groups(groups, model, kwargs.get("lr"))}
 
 
 def _trainer_groups(args: TrainingArguments, model: nn.Module) -> list[dict[str, Any]]:
@@ -171,11 +210,47 @@ def _trainer_groups(args: TrainingArguments, model: nn.Module) -> list[dict[str,
     ]
 
 
-def _whole_checkpoints_only(original: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Let ``resume_from_checkpoint=True`` pass over a checkpoint whose save was interrupted.
+def _releasing_the_clock(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let training have one `PoetXCallback`, also if the user passed another, and end it also where training fails."""
 
-    The Trainer writes `trainer_state.json` last, so a checkpoint without a readable one is not whole.
-    """
+    @functools.wraps(original)
+    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        *others, callback = [c for c in self.callback_handler.callbacks if isinstance(c, PoetXCallback)] or [None]
+        for other in others:
+            self.remove_callback(other)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if callback is not None:
+                callback.release(self.args)
+
+    return train
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether a checkpoint's save came to its end: the Trainer writes `trainer_state.json` last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _never_looking_whole(original: Callable[..., None]) -> Callable[..., None]:
+    """Let a save over an older checkpoint of the same step not look whole before it is."""
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Trainer, model: nn.Module, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        original(self, model, trial)
+
+    return save_checkpoint
+
+
+def _whole_checkpoints_only(original: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Let ``resume_from_checkpoint=True`` pass over a checkpoint whose save was interrupted."""
 
     @functools.wraps(original)
     def get_last_checkpoint(folder: str) -> str | None:
@@ -185,16 +260,24 @@ def _whole_checkpoints_only(original: Callable[[str], str | None]) -> Callable[[
             if path.is_dir() and number.isdigit():
                 numbered[int(number)] = path
         for _, path in sorted(numbered.items(), reverse=True):
-            try:
-                json.loads((path / "trainer_state.json").read_text())
+            if _is_whole(path):
                 return str(path)
-            except (OSError, ValueError):
-                warnings.warn(
-                    f"{path} is not whole, its save was interrupted; resuming from the one before", stacklevel=2
-                )
+            warnings.warn(f"{path} is not whole, its save was interrupted; passing over it", stacklevel=2)
         return None
 
     return get_last_checkpoint
+
+
+def _aside_then_renamed(original: Callable[..., None]) -> Callable[..., None]:
+    """Write an adapter file under another name first, so that an interrupted save leaves the older file as it was."""
+
+    @functools.wraps(original)
+    def save_file(tensors: dict[str, Any], filename: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        aside = f"{os.fspath(filename)}.partial"
+        original(tensors, aside, *args, **kwargs)
+        os.replace(aside, filename)
+
+    return save_file
 
 
 def _through_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,5 +298,10 @@ def install() -> None:
         return
     transformers.trainer.DEFAULT_CALLBACKS.append(PoetXCallback)
     Trainer.get_optimizer_cls_and_kwargs = staticmethod(_with_skew_groups(Trainer.get_optimizer_cls_and_kwargs))
-    transformers.trainer.get_last_checkpoint = _whole_checkpoints_only(transformers.trainer.get_last_checkpoint)
+    Trainer.create_optimizer = _with_skew_groups_of_class(Trainer.create_optimizer)
+    Trainer.train = _releasing_the_clock(Trainer.train)
+    Trainer._save_checkpoint = _never_looking_whole(Trainer._save_checkpoint)
+    for module in (transformers.trainer, transformers.trainer_utils):
+        module.get_last_checkpoint = _whole_checkpoints_only(module.get_last_checkpoint)
+    peft.peft_model.safe_save_file = _aside_then_renamed(peft.peft_model.safe_save_file)
     PeftModel.load_adapter = _through_the_cpu(PeftModel.load_adapter)

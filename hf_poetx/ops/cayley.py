@@ -41,8 +41,9 @@ def largest_singular_value(entries: Tensor, iterations: int = 30) -> Tensor:
     start = torch.randn(skew.shape[-1], 1, generator=generator).to(skew.device)
     vector = start.expand(skew.shape[0], -1, -1)
     tiny = torch.finfo(torch.float32).tiny
-    for _ in range(iterations):
-        vector = vector / vector.norm(dim=1, keepdim=True).clamp_min(tiny)
-        vector = skew.mT @ (skew @ vector)
+    with torch.autocast(skew.device.type, enabled=False):
+        for _ in range(iterations):
+            vector = vector / vector.norm(dim=1, keepdim=True).clamp_min(tiny)
+            vector = skew.mT @ (skew @ vector)
     # |Q^T Q v| for a unit v approaches the square of the largest singular value from below.
     return vector.norm(dim=1).squeeze(-1).sqrt()
