@@ -1,5 +1,8 @@
 """The frozen base weight of a layer: reading and writing it whole, its fingerprint, its error bits."""
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -35,6 +38,12 @@ def row_normalize_(weight: Tensor, transposed: bool) -> None:
     whole = full_tensor(weight).float()
     norms = whole.norm(dim=0 if transposed else 1, keepdim=True)
     copy_full_(weight, whole / torch.where(norms > 0, norms, 1))
+
+
+def relative_change(before: Tensor, after: Tensor) -> float:
+    """Frobenius norm of the difference over that of `before`; the norm itself where `before` is zero."""
+    norm = before.norm()
+    return ((after - before).norm() / torch.where(norm > 0, norm, 1)).item()
 
 
 @torch.no_grad()
@@ -82,3 +91,34 @@ def join_error_bits(narrow: Tensor, error_bits: Tensor) -> Tensor:
     """The fp32 weight that a bf16 weight and its error bits stand for; inverse of `split_error_bits` to 24 bits."""
     upper = (narrow.contiguous().view(torch.int16).long() << 8) + error_bits.long()
     return (upper << 8).to(torch.int32).view(torch.float32)
+
+
+class QuantizedStash:
+    """A quantized base layer as it is now, so that it can be put back bit for bit after weights were written into it.
+
+    PEFT's quantization backends never write in place: they replace the layer's parameters, or the layer itself, and
+    reset flags. So references are enough, and nothing is copied.
+
+    Args:
+        layer: a PEFT layer, with `base_layer` and `get_base_layer()`.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        base = layer.get_base_layer()
+        self._base_layer, self._parameters = layer.base_layer, dict(base._parameters)
+        self._flags = {name: dict(vars(p)) for name, p in self._parameters.items() if p is not None}
+        # Where an 8-bit layer of bitsandbytes keeps its codes after the first forward pass.
+        self._state = copy.copy(getattr(base, "state", None))
+
+    def restore(self, layer: Any) -> None:
+        """Put it back into `layer`."""
+        layer.base_layer = self._base_layer
+        base = layer.get_base_layer()
+        for name, parameter in self._parameters.items():
+            # torchao's backend leaves the weight as a plain attribute.
+            vars(base).pop(name, None)
+            base._parameters[name] = parameter
+            if parameter is not None:
+                vars(parameter).update(self._flags[name])
+        if self._state is not None:
+            base.state = self._state

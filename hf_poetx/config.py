@@ -1,6 +1,8 @@
 """Configuration of a POET-X adapter."""
 
 import difflib
+import functools
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -17,6 +19,26 @@ NO_BASE_ON_DISK = (
 )
 
 
+def _names_closest_field(config_cls: type) -> type:
+    """Let an unknown keyword of a dataclass name the field that was probably meant; the signature stays as it is."""
+    original = config_cls.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        names = [f.name for f in fields(config_cls)]
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(sorted(names))}"
+                # PEFT looks for these words when it loads a file that a newer version wrote, and goes on without it.
+                raise TypeError(f"{config_cls.__name__} got an unexpected keyword argument {name!r}; {hint}")
+        original(self, *args, **kwargs)
+
+    config_cls.__init__ = __init__
+    return config_cls
+
+
+@_names_closest_field
 @dataclass
 class PoetXConfig(PeftConfig):
     """Configuration of POET-X: frozen weights between trained block-diagonal orthogonal transforms.
@@ -55,6 +77,9 @@ class PoetXConfig(PeftConfig):
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules to copy, train and save beside the adapter. See also train_rest."}
     )
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
+        default=None, metadata={"help": "Tokens whose embeddings are trained, by embedding module; all if train_rest."}
+    )
     merge_interval: int = field(
         default=200,
         metadata={"help": "Optimizer steps between merges of the transforms into the weights; 0 never merges."},
@@ -80,8 +105,16 @@ class PoetXConfig(PeftConfig):
         default=1, metadata={"help": "Columns that permutations move together; 1 is the article's choice."}
     )
     seed: int = field(default=0, metadata={"help": "Seed of the permutations."})
-    skew_dtype: Literal["float32", "bfloat16"] = field(
-        default="float32", metadata={"help": "Dtype of the trained skew entries."}
+    skew_dtype: Literal["float32", "bfloat16", "float16"] | None = field(
+        default=None,
+        metadata={
+            "help": "Dtype of the trained skew entries. Default: float32, or the base model's dtype for an adapter "
+            "made with autocast_adapter_dtype=False. It is saved, and holds wherever the adapter is loaded."
+        },
+    )
+    init_weights: bool = field(
+        default=True,
+        metadata={"help": "Start from skew entries of zero, the identity. False draws small ones, for tests."},
     )
     base_error_bits: Literal[0, 8] = field(
         default=0,
@@ -94,47 +127,47 @@ class PoetXConfig(PeftConfig):
         default=True, metadata={"help": "Refuse to load onto a base model other than the one the adapter was made on."}
     )
     base_config: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Configuration of a base model that exists nowhere on disk. Set by training."}
+        default=None,
+        metadata={
+            "help": "Configuration of a base model that exists nowhere on disk, whose tensors are all saved then. Found "
+            "by itself where the model names no path; pass model.config.to_dict() if it names another model's."
+        },
     )
-
-    def __new__(cls, *args, **kwargs):
-        names = [f.name for f in fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(sorted(names))}"
-                raise TypeError(f"PoetXConfig has no field {name!r}; {hint}")
-        return super().__new__(cls)
 
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = POETX
-        if isinstance(self.target_modules, list):
-            self.target_modules = set(self.target_modules)
-        if isinstance(self.exclude_modules, list):
-            self.exclude_modules = set(self.exclude_modules)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                setattr(self, name, set(value))
         self._check_integer("block", 2, "a rotation needs at least 2 columns; use an integer >= 2, such as 256")
         self._check_integer("merge_interval", 0, "use a number of optimizer steps, or 0 to never merge")
         self._check_integer("clip_warmup", 0, "use a number of steps, or 0 for no warm-up")
         self._check_integer("permutation_group", 1, "use a number of columns >= 1")
         self._check_integer("seed", 0, "use an integer >= 0")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed}: use an integer below 2**63")
         self._check_choice("init", "keep", "normalize")
         self._check_choice("memory_mode", "fast", "mem")
-        self._check_choice("skew_dtype", "float32", "bfloat16")
+        self._check_choice("skew_dtype", None, "float32", "bfloat16", "float16")
         self._check_choice("base_error_bits", 0, 8)
-        if not self.poet_scale > 0:
+        for name in ("train_rest", "init_weights", "track_spectrum", "check_base"):
+            self._check_choice(name, False, True)
+        if not isinstance(self.poet_scale, int | float) or not 0 < self.poet_scale < math.inf:
             raise ValueError(
                 f"poet_scale={self.poet_scale!r}: use a factor > 0; to freeze an adapter, do not train it"
             )
+        named_by_expression = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
         for name in ("layers_to_transform", "layers_pattern"):
-            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
+            if named_by_expression and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs target_modules as a list of names, got {self.target_modules!r}")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(f"layers_pattern={self.layers_pattern!r} needs layers_to_transform")
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; a base model that was built from a configuration is named as such."""
-        fields_by_name = super().to_dict()
+        """All fields, sets sorted; a base model that was built from a configuration is named as such."""
+        fields_by_name = {k: sorted(v) if isinstance(v, set) else v for k, v in super().to_dict().items()}
         if self.base_config is not None and not self.base_model_name_or_path:
             fields_by_name["base_model_name_or_path"] = NO_BASE_ON_DISK
         return fields_by_name

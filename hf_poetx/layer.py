@@ -1,15 +1,26 @@
 """The linear layer that POET-X puts in the place of a model's own."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge, onload_layer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from .base_weight import copy_full_, fingerprint, full_tensor, join_error_bits, row_normalize_, split_error_bits
+from .base_weight import (
+    QuantizedStash,
+    copy_full_,
+    fingerprint,
+    full_tensor,
+    join_error_bits,
+    relative_change,
+    row_normalize_,
+    split_error_bits,
+)
 from .config import PoetXConfig
 from .ops.cayley import largest_singular_value
 from .ops.poetx_linear import Rotation, poetx_linear
@@ -17,6 +28,9 @@ from .ops.skew import num_entries
 from .rotation import draw_permutation, rotated_weight, split_width
 
 SIDES = ("in", "out")
+
+# Largest singular value, about, of the skew matrices that ``init_weights=False`` draws.
+RANDOM_SIGMA = 0.3
 
 
 class LayerMerge(NamedTuple):
@@ -29,6 +43,21 @@ class LayerMerge(NamedTuple):
     name: str
     sigma: float
     jump: float
+
+
+class _Buffers(BufferDict):
+    """Buffers that go where the module goes, but keep their dtype: casting a model must not round counts or figures."""
+
+    def __init__(self) -> None:
+        super().__init__({}, persistent=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        before = dict(self.items())
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if self[name].dtype != buffer.dtype:
+                self[name] = buffer.to(self[name].device)
+        return self
 
 
 class PoetXLayer(BaseTunerLayer):
@@ -58,10 +87,10 @@ class PoetXLayer(BaseTunerLayer):
         for container in self.adapter_layer_names:
             setattr(self, container, nn.ParameterDict())
         for container in self.buffer_names:
-            setattr(self, container, BufferDict({}, persistent=True))
+            setattr(self, container, _Buffers())
         self.poetx_config: dict[str, PoetXConfig] = {}
-        # Weights as they were before `merge`, newest last, so that `unmerge` restores them bit for bit.
-        self.stashed_weights: list[Tensor] = []
+        # The base layer as it was before `merge`, so that `unmerge` restores it bit for bit.
+        self._stash: Tensor | QuantizedStash | None = None
         # Set by training that may go back to a checkpoint from before the first merge.
         self.save_base_weight = False
         self._disable_adapters = False
@@ -82,34 +111,35 @@ class PoetXLayer(BaseTunerLayer):
     def update_layer(self, adapter_name: str, config: PoetXConfig, inference_mode: bool = False) -> None:
         """Add an adapter that changes nothing yet: skew entries of zero under freshly drawn permutations."""
         self.poetx_config[adapter_name] = config
-        weight = self.get_base_layer().weight
-        plain = self.quantization_backend is None and weight.is_floating_point() and not weight.is_meta
-        if plain:
-            # Before normalisation: it is the base model on disk that the adapter must be loaded onto.
+        if self.quantization_backend is None and not self.get_base_layer().weight.is_meta:
+            # Before normalization: it is the base model on disk that the adapter must be loaded onto.
             self.poetx_fingerprint[adapter_name] = self._first_fingerprint()
-            if config.init == "normalize":
-                row_normalize_(weight, self.transposed)
+            # A first adapter of the same base has normalized it already; rounding would make a second time another.
+            if config.init == "normalize" and len(self.poetx_config) == 1:
+                row_normalize_(self.get_base_layer().weight, self.transposed)
             self._record_start(adapter_name, config)
-        dtype = getattr(torch, config.skew_dtype)
         for side in SIDES:
-            width = self.width(side)
-            block, full, rest = split_width(width, config.block)
+            block, full, rest = split_width(self.width(side), config.block)
             if block >= 2:
-                getattr(self, f"poetx_skew_{side}")[adapter_name] = nn.Parameter(
-                    torch.zeros(full, num_entries(block), dtype=dtype)
-                )
+                getattr(self, f"poetx_skew_{side}")[adapter_name] = self._new_skew(full, block, config)
             if rest >= 2:
-                getattr(self, f"poetx_skew_{side}_tail")[adapter_name] = nn.Parameter(
-                    torch.zeros(1, num_entries(rest), dtype=dtype)
-                )
+                getattr(self, f"poetx_skew_{side}_tail")[adapter_name] = self._new_skew(1, rest, config)
             getattr(self, f"poetx_permutation_{side}")[adapter_name] = self._draw(config, side, merge_count=0)
         self.poetx_merge_count[adapter_name] = torch.zeros((), dtype=torch.int64)
         self.poetx_settings[adapter_name] = torch.tensor([config.block, config.seed, config.permutation_group])
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=inference_mode)
 
+    @staticmethod
+    def _new_skew(num_blocks: int, block: int, config: PoetXConfig) -> nn.Parameter:
+        entries = torch.zeros(num_blocks, num_entries(block), dtype=getattr(torch, config.skew_dtype or "float32"))
+        if not config.init_weights:
+            # The largest singular value of a random skew matrix is about 2 std sqrt(block).
+            entries.normal_(std=RANDOM_SIGMA / (2 * block**0.5))
+        return nn.Parameter(entries)
+
     def _first_fingerprint(self) -> Tensor:
-        """Fingerprint of the untouched base weight, which a first adapter may have normalised already."""
+        """Fingerprint of the untouched base weight, which a first adapter may have normalized already."""
         for existing in self.poetx_fingerprint.values():
             return existing.clone()
         return fingerprint(self.get_base_layer().weight)
@@ -120,9 +150,7 @@ class PoetXLayer(BaseTunerLayer):
         if config.track_spectrum:
             self.poetx_start_spectrum[adapter_name] = torch.linalg.svdvals(weight)
         if config.base_error_bits:
-            narrow, error_bits = split_error_bits(weight, self.get_base_layer().weight.dtype)
-            del narrow
-            self.poetx_error_bits[adapter_name] = error_bits
+            _, self.poetx_error_bits[adapter_name] = split_error_bits(weight, self.get_base_layer().weight.dtype)
 
     def _draw(self, config: PoetXConfig, side: str, merge_count: int) -> Tensor:
         name = f"{self.canonical_name}.{side}"
@@ -131,8 +159,8 @@ class PoetXLayer(BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         """Move an adapter to its layer's device; unlike PEFT's own it never changes a dtype."""
         if device is None:
-            device = self.get_base_layer().weight.device
-        if device.type == "meta":
+            device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        if device is None or device.type == "meta":
             return
         for name in self.adapter_layer_names + self.buffer_names:
             container = getattr(self, name)
@@ -169,15 +197,20 @@ class PoetXLayer(BaseTunerLayer):
         """Raise ValueError with the layer's name if a skew entry is NaN or infinite."""
         for parameter in self.skew_parameters(adapter_name):
             if not torch.isfinite(full_tensor(parameter.detach())).all():
-                raise ValueError(
-                    f"layer {self.canonical_name!r}, adapter {adapter_name!r}: skew entries are NaN or infinite, "
-                    "refusing to merge them into the weight; go back to the last checkpoint with a lower learning rate"
-                )
+                raise self._not_finite(adapter_name, "skew entries are NaN or infinite, nothing was merged")
+
+    def _not_finite(self, adapter_name: str, what: str) -> ValueError:
+        # The first sentence is PEFT's own, which its users look for.
+        return ValueError(
+            f"NaNs detected in the merged weights. The adapter {adapter_name} seems to be broken: layer "
+            f"{self.canonical_name!r}, {what}; go back to the last checkpoint with a lower learning rate"
+        )
 
     def base_weight(self, adapter_name: str | None = None) -> Tensor:
         """The base weight ``[out_features, in_features]``, whole, dequantized, with an adapter's error bits if kept."""
         weight = full_tensor(self.get_base_weight())
-        if adapter_name is not None and adapter_name in self.poetx_error_bits:
+        # While merged the weight is another than the one that the bits belong to.
+        if adapter_name in self.poetx_error_bits and not self.merged:
             weight = join_error_bits(weight, self.poetx_error_bits[adapter_name])
         return weight.mT if self.transposed else weight
 
@@ -202,21 +235,37 @@ class PoetXLayer(BaseTunerLayer):
         Raises:
             ValueError: if a skew entry, or with `safe_merge` the result, is not finite; the weight is left as it was.
         """
+        backend = self.quantization_backend
         for adapter_name in check_adapters_to_merge(self, adapter_names):
             if adapter_name not in self.poetx_config:
                 continue
             self.check_finite(adapter_name)
-            backend = self.quantization_backend
-            if backend is not None and not backend.supports_merge:
-                raise ValueError(f"layer {self.canonical_name!r}: {type(backend).__name__} weights cannot be merged")
+            if backend is not None:
+                self._prepare_quantized_merge(backend)
             merged = self.effective_weight(adapter_name)
             if safe_merge and not torch.isfinite(merged).all():
-                raise ValueError(f"NaNs detected in the merged weights of adapter {adapter_name!r}")
-            before = self.get_base_weight()
-            # On the CPU: vLLM synchronisation merges during training, when a second copy may not fit on the GPU.
-            self.stashed_weights.append(before.detach().to("cpu", copy=True))
+                raise self._not_finite(adapter_name, "the weight would be NaN or infinite, it is left as it was")
+            if self._stash is None:
+                # On the CPU: vLLM synchronization merges during training, when a second copy may not fit on the GPU.
+                self._stash = self._local_weight().to("cpu", copy=True) if backend is None else QuantizedStash(self)
             self._set_natural_weight(merged)
             self.merged_adapters.append(adapter_name)
+
+    def _local_weight(self) -> Tensor:
+        weight = self.get_base_layer().weight.detach()
+        return weight.to_local() if isinstance(weight, DTensor) else weight
+
+    def _prepare_quantized_merge(self, backend: Any) -> None:
+        if not backend.supports_merge:
+            raise ValueError(
+                f"layer {self.canonical_name!r}: {backend.backend_name} weights cannot be written, so nothing can be "
+                "merged into them; load the base model without quantization to merge"
+            )
+        warnings.warn(
+            f"merging into {backend.backend_name} weights rounds the result to their precision; load the base model "
+            "without quantization to merge truly",
+            stacklevel=3,
+        )
 
     def _set_natural_weight(self, weight: Tensor) -> None:
         weight = weight.mT if self.transposed else weight
@@ -226,39 +275,55 @@ class PoetXLayer(BaseTunerLayer):
             self.set_base_weight(weight.to(self.get_base_weight().dtype))
 
     def unmerge(self) -> None:
-        """Undo `merge`, bit for bit."""
+        """Undo `merge`, bit for bit.
+
+        Raises:
+            ValueError: if only periodic merges have changed the weight; those have no way back.
+        """
         if not self.merged:
+            if self.has_absorbed_merges:
+                raise ValueError(
+                    f"layer {self.canonical_name!r}: unmerge undoes merge_adapter() only; the periodic merges of "
+                    "training have no way back. Train with PoetXConfig(merge_interval=0) to keep the base weights"
+                )
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
-        while self.merged_adapters:
-            self.merged_adapters.pop()
-            before = self.stashed_weights.pop()
-            if self.quantization_backend is None:
-                target = self.get_base_layer().weight.data
-                target.copy_(before.to(target.device))
-            else:
-                self.set_base_weight(before.to(self.get_base_layer().weight.device))
+        if isinstance(self._stash, QuantizedStash):
+            self._stash.restore(self)
+        else:
+            self._local_weight().copy_(self._stash)
+        self._stash = None
+        self.merged_adapters.clear()
+
+    @property
+    def has_absorbed_merges(self) -> bool:
+        """Whether periodic merges have changed the base weight, so that it is no longer the original."""
+        return any(int(count) for count in self.poetx_merge_count.values())
 
     @torch.no_grad()
     def merge_then_reinitialize(self, adapter_name: str) -> LayerMerge:
         """Write the exactly rotated weight, then start over: skew entries of zero and new permutations.
 
         All is written in place, so compiled graphs, CUDA graphs and optimizers keep what they hold.
+
+        Raises:
+            ValueError: if the weight is offloaded, so that nothing could be written into it.
         """
+        if self.get_base_layer().weight.is_meta:
+            raise ValueError(
+                f"layer {self.canonical_name!r} is offloaded, so periodic merges cannot be written into its weight; "
+                "load the model without offload, or use PoetXConfig(merge_interval=0)"
+            )
         sigma = max(
             (largest_singular_value(full_tensor(p)).max().item() for p in self.skew_parameters(adapter_name)),
             default=0.0,
         )
-        polynomial = self.effective_weight(adapter_name)
         exact = self.effective_weight(adapter_name, exact=True)
-        jump = ((exact - polynomial).norm() / polynomial.norm()).item()
+        jump = relative_change(self.effective_weight(adapter_name), exact)
         if adapter_name in self.poetx_error_bits:
-            natural = exact.mT if self.transposed else exact
-            narrow, error_bits = split_error_bits(natural, self.get_base_layer().weight.dtype)
-            self.get_base_layer().weight.copy_(narrow)
-            self.poetx_error_bits[adapter_name].copy_(error_bits)
-        else:
-            self._set_natural_weight(exact)
+            exact, error_bits = split_error_bits(exact, self.get_base_layer().weight.dtype)
+            self.poetx_error_bits[adapter_name].copy_(error_bits.mT if self.transposed else error_bits)
+        self._set_natural_weight(exact)
         self.reinitialize(adapter_name)
         return LayerMerge(self.canonical_name, sigma, jump)
 
@@ -299,19 +364,16 @@ class PoetXLinear(nn.Module, PoetXLayer):
         adapters = [name for name in self.active_adapters if name in self.poetx_config]
         if self.disable_adapters or self.merged or not adapters:
             return self.base_layer(x, *args, **kwargs)
-        if len(adapters) == 1 and self._is_plain() and not args and not kwargs:
+        if len(adapters) == 1 and not args and not kwargs and self._is_plain(adapters[0]):
             return self._forward_plain(x, adapters[0])
         return self._forward_around(x, adapters, *args, **kwargs)
 
-    def _is_plain(self) -> bool:
-        """Whether the base layer is no more than its weight and bias: not quantized, offloaded, hooked or wrapped."""
+    def _is_plain(self, adapter_name: str) -> bool:
+        """Whether the base layer is no more than weight and bias, not quantized, offloaded, hooked or wrapped."""
         base = self.base_layer
-        return (
-            type(base) in (nn.Linear, Conv1D)
-            and not hasattr(base, "_hf_hook")
-            and not base._forward_hooks
-            and not base._forward_pre_hooks
-        )
+        hooks = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
+        both_sides = adapter_name in self.poetx_skew_in and adapter_name in self.poetx_skew_out
+        return both_sides and type(base) in (nn.Linear, Conv1D) and not hooks and not hasattr(base, "_hf_hook")
 
     def _forward_plain(self, x: Tensor, adapter_name: str) -> Tensor:
         base, dtype, device = self.base_layer, x.dtype, x.device.type
@@ -329,22 +391,24 @@ class PoetXLinear(nn.Module, PoetXLayer):
         for adapter_name in reversed(adapters):
             x = _rotate(x, self.rotation(adapter_name, "in"))
         result = self.base_layer(x, *args, **kwargs)
-        dtype = result.dtype
-        bias = self._bias_for(result)
-        result = result if bias is None else result - bias
-        for adapter_name in adapters:
-            result = _rotate(result, self.rotation(adapter_name, "out"))
-        return (result if bias is None else result + bias).to(dtype)
+        if self.quantization_backend is not None:
+            result = self.quantization_backend.maybe_clone_base_result(result)
+        rotations = [self.rotation(adapter_name, "out") for adapter_name in adapters]
+        bias = self._bias()
+        # The base layer has added its bias already, which belongs outside of the rotations: z = R(y) + bias - R(bias).
+        # The difference is exactly zero for the identity, so a freshly wrapped layer changes nothing.
+        correction = None if bias is None else bias.to(result.device)
+        for rotation in rotations:
+            result = _rotate(result, rotation)
+            correction = None if correction is None else _rotate(correction, rotation)
+        return result if bias is None else result + (bias.to(result.device) - correction).to(result.dtype)
 
-    def _bias_for(self, result: Tensor) -> Tensor | None:
-        """The bias that the base layer added, which stays outside the rotations."""
+    def _bias(self) -> Tensor | None:
         bias = getattr(self.get_base_layer(), "bias", None)
-        if bias is None:
-            return None
-        if bias.is_meta:
-            with onload_layer(self):
-                bias = self.get_base_layer().bias.clone()
-        return bias.to(result.device, result.dtype)
+        if bias is None or not bias.is_meta:
+            return bias
+        with onload_layer(self):
+            return self.get_base_layer().bias.clone()
 
     def extra_repr(self) -> str:
         blocks = {name: config.block for name, config in self.poetx_config.items()}

@@ -1,6 +1,8 @@
 """The POET-X tuner: which modules of a model are wrapped, and PEFT's contract around them."""
 
+import copy
 import warnings
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +17,14 @@ from peft.utils.quantization_utils import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .checkpoint import adapter_state_dict, canonical_name, poetx_layers, rest_parameters, restore_base
+from .checkpoint import (
+    adapter_state_dict,
+    canonical_name,
+    is_stacked_expert,
+    poetx_layers,
+    rest_parameters,
+    restore_base,
+)
 from .config import NO_BASE_ON_DISK, PoetXConfig
 from .layer import PoetXLayer, PoetXLinear
 
@@ -34,6 +43,7 @@ class PoetXModel(BaseTuner):
 
     # Who calls the periodic merge: "Trainer", "attach_merging", "merge_step", or None while nobody does.
     clock: str | None = None
+    _forward_hook: Any = None
     _steps_seen = 0
     _last_version = -1
 
@@ -45,8 +55,10 @@ class PoetXModel(BaseTuner):
     def _prepare_model(self, peft_config: PoetXConfig, model: nn.Module) -> None:
         if peft_config.target_modules == "all-linear":
             _maybe_include_all_linear_layers(peft_config, model)
-            peft_config.target_modules = {name for name in peft_config.target_modules if not _is_router(name)}
-        self._check_shared_weights(peft_config, model)
+            peft_config.target_modules -= set(router_names(model))
+            if peft_config.layers_to_transform is not None:
+                self._keep_layers_to_transform(peft_config)
+        self._check_targets(peft_config, model)
         self._note_missing_base(peft_config, model)
         if not any(True for _ in poetx_layers(model)):
             _warn_about_experts(model)
@@ -56,19 +68,48 @@ class PoetXModel(BaseTuner):
             if config is peft_config:
                 self.poetx_step[name] = torch.zeros((), dtype=torch.int64)
 
-    def _check_shared_weights(self, peft_config: PoetXConfig, model: nn.Module) -> None:
-        """Refuse a target whose weight is tied to another module's, which a merge would change with it."""
-        owners: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(name)
+    def _keep_layers_to_transform(self, peft_config: PoetXConfig) -> None:
+        """Narrow down whole names of targets, for which PEFT does not look at layers_to_transform."""
+        by_last_part = copy.copy(peft_config)
+        by_last_part.target_modules = {name.rpartition(".")[2] for name in peft_config.target_modules}
+        peft_config.target_modules = {
+            name for name in peft_config.target_modules if self._check_target_module_exists(by_last_part, name)
+        }
+
+    def _check_targets(self, peft_config: PoetXConfig, model: nn.Module) -> None:
+        """Refuse what cannot be wrapped, before anything has been."""
+        owners, parents = _owners_of_weights(model), _parents(model)
+        wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PoetXLayer))
         for name, module in model.named_modules():
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter) and len(owners[id(weight)]) > 1:
-                if self._check_target_module_exists(peft_config, name) and not isinstance(module, PoetXLayer):
-                    raise ValueError(
-                        f"target {name!r} shares its weight with {owners[id(weight)]}; a merge into it would change "
-                        "them all. Leave it out of target_modules (train_rest=True trains it in place), or untie it"
-                    )
+            if isinstance(module, PoetXLayer) or name.startswith(wrapped):
+                continue
+            if not self._check_target_module_exists(peft_config, name):
+                continue
+            backend = _quantization_backend(model, module)
+            if not isinstance(module, nn.Linear | Conv1D) and (backend is None or backend.layer_type != "linear"):
+                raise ValueError(
+                    f"target {name!r} is a {type(module).__name__}; POET-X wraps linear layers (nn.Linear, Conv1D "
+                    "and their quantized kinds). Leave it out of target_modules"
+                )
+            if backend is not None:
+                _check_quantized(peft_config, name)
+                continue
+            sharers = owners[_weight_key(module.weight)]
+            if len(sharers) > 1 or len(parents[id(module)]) > 1:
+                raise ValueError(
+                    f"target {name!r} shares its weight with {sorted(sharers | parents[id(module)])}; a merge into it "
+                    "would change them all. Leave it out of target_modules (train_rest=True trains it), or untie it"
+                )
+            if peft_config.base_error_bits and module.weight.dtype != torch.bfloat16:
+                raise ValueError(
+                    f"base_error_bits={peft_config.base_error_bits} extends bfloat16 weights, but that of {name!r} is "
+                    f"{module.weight.dtype}; load the model in bfloat16, or use base_error_bits=0"
+                )
+            if module.weight.is_meta and (peft_config.init == "normalize" or peft_config.base_error_bits):
+                raise ValueError(
+                    f"the weight of {name!r} is not in memory, so it can neither be normalized nor keep error bits; "
+                    "load the model without offload, or use PoetXConfig(init='keep', base_error_bits=0)"
+                )
 
     def _note_missing_base(self, peft_config: PoetXConfig, model: nn.Module) -> None:
         """Keep the configuration of a model that was built from one, since no folder holds it."""
@@ -80,17 +121,27 @@ class PoetXModel(BaseTuner):
 
     def _check_new_adapter_config(self, config: PoetXConfig) -> None:
         super()._check_new_adapter_config(config)
-        for name, other in self.peft_config.items():
-            if other is config and name in self.prefix:
+        names = [name for name, other in self.peft_config.items() if other is config]
+        for name in names:
+            if name in self.prefix:
                 raise ValueError(
                     f"adapter name {name!r} is part of the parameter prefix {self.prefix!r}, which PEFT searches names "
                     "for; use another name, such as 'default'"
                 )
-        if any(any(map(int, layer.poetx_merge_count.values())) for _, layer in poetx_layers(self.model)):
+        if len(self.peft_config) == 1:
+            return
+        if any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model)):
             raise ValueError(
                 "cannot add an adapter: the base weights have absorbed merges of another one and are no longer the "
                 "original; train with merge_interval=0 to keep several adapters on one base"
             )
+        if any(other.train_rest for other in self.peft_config.values()):
+            raise ValueError(
+                "train_rest=True trains the base model's embeddings, norms and head in place, under every adapter of "
+                "it; with several adapters use train_rest=False for all, and modules_to_save"
+            )
+        if len({other.init for other in self.peft_config.values()}) > 1:
+            raise ValueError("init='normalize' changes the base weights under every adapter; use one init for all")
 
     def _create_and_replace(
         self,
@@ -106,16 +157,6 @@ class PoetXModel(BaseTuner):
             target.update_layer(adapter_name, peft_config, inference_mode=peft_config.inference_mode)
             return
         backend = _quantization_backend(self.model, target)
-        if not isinstance(target, nn.Linear | Conv1D) and (backend is None or backend.layer_type != "linear"):
-            raise TypeError(
-                f"target {current_key!r} is a {type(target).__name__}; POET-X wraps linear layers (nn.Linear, Conv1D "
-                "and their quantized kinds). Leave it out of target_modules"
-            )
-        if backend is not None and peft_config.merge_interval:
-            raise ValueError(
-                f"target {current_key!r} is quantized, and a periodic merge cannot be written back truly; "
-                f"use PoetXConfig(merge_interval=0) instead of merge_interval={peft_config.merge_interval}"
-            )
         layer = PoetXLinear(target, adapter_name, canonical_name(current_key), peft_config, backend)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
@@ -130,7 +171,47 @@ class PoetXModel(BaseTuner):
                     parameter.requires_grad_(True)
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        """Nothing: `skew_dtype` in the config decides, also when an adapter is loaded."""
+        """Settle an adapter's `skew_dtype` when it is made; afterwards it holds, also wherever it is loaded."""
+        config = self.peft_config[adapter_name]
+        if config.skew_dtype is not None:
+            return
+        layers = [layer for _, layer in poetx_layers(self.model) if adapter_name in layer.poetx_config]
+        _, dtype = layers[0]._get_base_layer_device_and_dtype(layers[0].get_base_layer())
+        if autocast_adapter_dtype or dtype not in (torch.bfloat16, torch.float16):
+            dtype = torch.float32
+        config.skew_dtype = str(dtype).removeprefix("torch.")
+        for layer in layers:
+            for parameter in layer.skew_parameters(adapter_name):
+                parameter.data = parameter.data.to(dtype)
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """Write the effective weights into the base model; `unmerge_adapter` restores it bit for bit.
+
+        Raises:
+            ValueError: if a skew entry is not finite, naming the layer; nothing is merged then.
+        """
+        self._check_finite(adapter_names)
+        super().merge_adapter(adapter_names, safe_merge)
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        if merge:
+            self._check_finite(adapter_names)
+        unloaded = super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+        self._forward_hook.remove()
+        return unloaded
+
+    def _check_finite(self, adapter_names: list[str] | None) -> None:
+        """All layers before the first is merged, so that a refused merge leaves no half-merged model."""
+        names = self.active_adapters if adapter_names is None else adapter_names
+        for _, layer in poetx_layers(self.model):
+            for name in set(names) & set(layer.poetx_config):
+                layer.check_finite(name)
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
@@ -147,7 +228,7 @@ class PoetXModel(BaseTuner):
 
     def unload(self) -> nn.Module:
         """The base model without adapters; after periodic merges its weights are not the original ones."""
-        if any(any(map(int, layer.poetx_merge_count.values())) for _, layer in poetx_layers(self.model)):
+        if any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model)):
             warnings.warn(
                 "unload() returns base weights that have absorbed earlier merges, without the transforms trained since; "
                 "merge_and_unload() returns the trained model",
@@ -156,16 +237,24 @@ class PoetXModel(BaseTuner):
         return super().unload()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_forward()
+        return super().forward(*args, **kwargs)
+
+    def _post_injection_hook(self, model: nn.Module, config: PoetXConfig, adapter_name: str) -> None:
+        # A PeftModel without a task type calls the base model itself, not `forward` above.
+        if self._forward_hook is None:
+            self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, *_: Any) -> None:
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._remind_of_merging()
-        return super().forward(*args, **kwargs)
 
     def _remind_of_merging(self) -> None:
         """Tell a hand-written loop that trains past the first merge and never calls it."""
         interval = max((self.peft_config[name].merge_interval for name in self.active_adapters), default=0)
         if self.clock is not None or not interval or self._steps_seen > interval:
             return
-        skew = next((p for _, layer in poetx_layers(self.model) for p in layer.poetx_skew_in.values()), None)
+        skew = next((p for _, layer in poetx_layers(self.model) for p in layer.parameters() if p.requires_grad), None)
         if skew is None or skew._version == self._last_version:
             return
         # An optimizer's in-place update raises the version; the first sight of it is no step.
@@ -191,11 +280,15 @@ class PoetXModel(BaseTuner):
         return adapter_state_dict(model, config, adapter_name, state_dict)
 
     @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # Only where it is one: a base tensor's name may hold the word, as "norm.weight" holds that of adapter "norm".
+        return super()._remove_adapter_name_from_key(key, adapter_name) if cls.prefix in key else key
+
+    @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PoetXConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        rest = restore_base(model, config, adapter_name, state_dict)
-        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, rest)
+        return restore_base(model, config, adapter_name, state_dict)
 
 
 def get_poetx_model(model: nn.Module, config: PoetXConfig | None = None, adapter_name: str = "default") -> PeftModel:
@@ -220,27 +313,85 @@ def get_poetx_model(model: nn.Module, config: PoetXConfig | None = None, adapter
     return get_peft_model(model, config or PoetXConfig(), adapter_name=adapter_name)
 
 
-def _is_router(name: str) -> bool:
-    """Whether a linear layer only chooses experts: a rotation of its few outputs would mix the choices."""
-    last = name.rpartition(".")[2]
-    return last in ("gate", "router") or last.endswith(("_gate", "_router"))
+def router_names(model: nn.Module) -> Iterator[str]:
+    """Names of the linear layers that only choose or weigh experts: a rotation of their few outputs would mix choices.
+
+    Those called routers are; a "gate" is if its width is one, or a number of experts in the model's configuration,
+    since many a layer of full width is called a gate too.
+    """
+    counts = {1, *_expert_counts(BaseTuner.get_model_config(model))}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        last_two = name.split(".")[-2:]
+        gate = last_two[-1] == "gate" or last_two[-1].endswith("_gate")
+        if any("router" in part for part in last_two) or (gate and module.out_features in counts):
+            yield name
+
+
+def _expert_counts(config: dict[str, Any]) -> Iterator[int]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _expert_counts(value)
+        elif "expert" in str(key) and isinstance(value, int):
+            yield value
 
 
 def _warn_about_experts(model: nn.Module) -> None:
-    """Say which stacked expert weights stay frozen, since no linear layer holds them."""
-    experts = [name for name, p in model.named_parameters() if p.dim() == 3 and not name.endswith(".bias")]
-    experts = [name for name in experts if "expert" in name]
+    experts = [name for name, parameter in model.named_parameters() if is_stacked_expert(name, parameter)]
     if experts:
         warnings.warn(
-            f"{len(experts)} stacked expert weights stay frozen, for example {experts[0]!r}: POET-X wraps linear layers",
+            f"{len(experts)} stacked expert weights stay frozen, also with train_rest=True, for example "
+            f"{experts[0]!r}: POET-X wraps linear layers, and these are none",
             stacklevel=2,
         )
+
+
+def _weight_key(weight: Tensor) -> int:
+    """The same for two parameters of one storage, which need not be one object."""
+    return weight.data_ptr() if weight.device.type != "meta" and weight.numel() else id(weight)
+
+
+def _owners_of_weights(model: nn.Module) -> dict[int, set[str]]:
+    """Names of the distinct modules that hold each weight; a module that is used twice is one."""
+    owners: dict[int, set[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(_weight_key(parameter), set()).add(name)
+    return owners
+
+
+def _parents(model: nn.Module) -> dict[int, set[str]]:
+    """Names under which each module hangs from distinct parents; only one of them could be replaced."""
+    parents: dict[int, set[str]] = {}
+    for name, module in model.named_modules():
+        for child_name, child in module._modules.items():
+            parents.setdefault(id(child), set()).add(f"{name}.{child_name}".removeprefix("."))
+    return parents
+
+
+def _check_quantized(config: PoetXConfig, name: str) -> None:
+    for field, allowed in (("merge_interval", 0), ("init", "keep"), ("base_error_bits", 0), ("track_spectrum", False)):
+        if getattr(config, field) != allowed:
+            raise ValueError(
+                f"target {name!r} is quantized, so its weight cannot be rewritten truly; use PoetXConfig({field}="
+                f"{allowed!r}) instead of {field}={getattr(config, field)!r}"
+            )
 
 
 def _quantization_backend(model: nn.Module, target: nn.Module) -> Any:
     base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
     try:
-        return resolve_quantization_backend(base, **get_quantization_kwargs(model))
+        backend = resolve_quantization_backend(base, **get_quantization_kwargs(model))
     except ValueError:
         # torchao without a transformers quantizer cannot requantize; its forward pass still works.
         return ForwardOnlyQuantizationBackend("torchao")
+    weight = getattr(base, "weight", None)
+    if (
+        backend is None
+        and isinstance(base, nn.Linear)
+        and (weight.dtype.itemsize < 2 or not weight.is_floating_point())
+    ):
+        # What PEFT does not know, such as float8: the numbers in the weight are not the weight.
+        return ForwardOnlyQuantizationBackend(str(weight.dtype).removeprefix("torch."))
+    return backend
