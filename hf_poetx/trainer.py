@@ -1,8 +1,8 @@
 """POET-X inside transformers' Trainer: nothing has to be passed for merging, parameter groups and safe resuming."""
 
 import functools
-import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, rotate_checkpoints
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .checkpoint import poetx_layers
@@ -26,6 +26,8 @@ from .schedule import MergeReport, claim_clock, find_tuner, merge_interval, merg
 
 # Clip warm-up is for the start of a training; later steps are small anyway.
 CLIP_WARMUP_UNTIL = 2000
+# Where a checkpoint is written before it has its name.
+SAVING_DIR = ".saving"
 
 
 class PoetXCallback(TrainerCallback):
@@ -227,45 +229,54 @@ def _releasing_the_clock(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint's save came to its end: the Trainer writes `trainer_state.json` last."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
-        return True
-    except (OSError, ValueError):
-        return False
-
-
-def _never_looking_whole(original: Callable[..., None]) -> Callable[..., None]:
-    """Let a save over an older checkpoint of the same step not look whole before it is."""
+def _checkpoint_aside(original: Callable[..., None]) -> Callable[..., None]:
+    """Write a checkpoint in a folder aside and rename it when it is whole, so that an interrupted save never looks so."""
 
     @functools.wraps(original)
     def save_checkpoint(self: Trainer, model: nn.Module, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if find_tuner(self.model) is None:
+            return original(self, model, trial)
+        folder = Path(self._get_output_dir(trial=trial))
+        aside, name = folder / SAVING_DIR, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.args.should_save:
-            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        original(self, model, trial)
+            shutil.rmtree(aside, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        pushed: list[str] = []
+        self._get_output_dir, self._push_from_checkpoint = (lambda trial=None: str(aside)), pushed.append
+        try:
+            original(self, model, trial)
+        finally:
+            del self._get_output_dir, self._push_from_checkpoint
+        self.accelerator.wait_for_everyone()
+        if self.state.best_model_checkpoint == str(aside / name):
+            self.state.best_model_checkpoint = str(folder / name)
+            if self.args.should_save:
+                self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+        if self.args.should_save:
+            _move_checkpoint(aside, folder, name)
+        self.accelerator.wait_for_everyone()
+        if self.args.local_process_index == 0 and (aside / name).exists():
+            # Another node, which shares no disk with the one that has just moved the rest.
+            _move_checkpoint(aside, folder, name)
+        if pushed:
+            self._push_from_checkpoint(str(folder / name))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
 
     return save_checkpoint
 
 
-def _whole_checkpoints_only(original: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Let ``resume_from_checkpoint=True`` pass over a checkpoint whose save was interrupted."""
-
-    @functools.wraps(original)
-    def get_last_checkpoint(folder: str) -> str | None:
-        numbered = {}
-        for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-            if path.is_dir() and number.isdigit():
-                numbered[int(number)] = path
-        for _, path in sorted(numbered.items(), reverse=True):
-            if _is_whole(path):
-                return str(path)
-            warnings.warn(f"{path} is not whole, its save was interrupted; passing over it", stacklevel=2)
-        return None
-
-    return get_last_checkpoint
+def _move_checkpoint(aside: Path, folder: Path, name: str) -> None:
+    """Two renames, since an older checkpoint of the same step could be deleted but in part."""
+    if (folder / name).exists():
+        (folder / name).rename(aside / "replaced")
+    (aside / name).rename(folder / name)
+    shutil.rmtree(aside)
 
 
 def _aside_then_renamed(original: Callable[..., None]) -> Callable[..., None]:
@@ -300,8 +311,6 @@ def install() -> None:
     Trainer.get_optimizer_cls_and_kwargs = staticmethod(_with_skew_groups(Trainer.get_optimizer_cls_and_kwargs))
     Trainer.create_optimizer = _with_skew_groups_of_class(Trainer.create_optimizer)
     Trainer.train = _releasing_the_clock(Trainer.train)
-    Trainer._save_checkpoint = _never_looking_whole(Trainer._save_checkpoint)
-    for module in (transformers.trainer, transformers.trainer_utils):
-        module.get_last_checkpoint = _whole_checkpoints_only(module.get_last_checkpoint)
+    Trainer._save_checkpoint = _checkpoint_aside(Trainer._save_checkpoint)
     peft.peft_model.safe_save_file = _aside_then_renamed(peft.peft_model.safe_save_file)
     PeftModel.load_adapter = _through_the_cpu(PeftModel.load_adapter)
