@@ -262,10 +262,11 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     def ensure_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """State of a parameter, made where it is missing: at its first step, or when its group turns momentum on."""
-        state = self.state[p]
+        state = self.state.get(p, {})
         if not state or not all(m.codes_key in state or m.name in state for m in self.moments(group)):
-            for key, value in self.initial_state(p, group).items():
-                state.setdefault(key, value)
+            state = {**self.initial_state(p, group), **state}
+            if state:  # SGD without momentum may keep none
+                self.state[p] = state
         return state
 
     @staticmethod

@@ -110,7 +110,8 @@ def adam_step_eager(
             if rate:
                 if weight_decay and decoupled:
                     master.mul_(1 - rate * weight_decay)
-                update = (mean * mean_scale).div_((root * root_scale).add_(eps)).clamp_(-bound, bound)
+                denominator = (root * root_scale).add_(eps).clamp_(min=SMALLEST)
+                update = (mean * mean_scale).div_(denominator).clamp_(-bound, bound)
                 weight.write(piece, master.sub_(update, alpha=rate))
             exp_avg.write(piece, mean)
             exp_avg_sq.write(piece, root)

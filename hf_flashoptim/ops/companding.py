@@ -75,23 +75,23 @@ def decode_second_moment(codes: Tensor, scale: Tensor) -> Tensor:
 def quantize_first_moment(moment: Tensor) -> tuple[Tensor, Tensor]:
     """``encode_first_moment`` for a tensor of two or more dimensions: codes of its shape, scales of ``scale_shape``."""
     codes, scale = encode_first_moment(moment.float().reshape(rows_and_cols(moment.shape)))
-    return codes.reshape(moment.shape), scale.reshape(scale_shape(moment.shape))
+    return codes.reshape(moment.shape).contiguous(), scale.reshape(scale_shape(moment.shape))
 
 
 def dequantize_first_moment(codes: Tensor, scale: Tensor) -> Tensor:
     """Inverse of ``quantize_first_moment``, fp32."""
-    return decode_first_moment(*_as_rows(codes, scale)).reshape(codes.shape)
+    return decode_first_moment(*_as_rows(codes, scale)).reshape(codes.shape).contiguous()
 
 
 def quantize_second_moment(moment: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of a second moment v (not its root) of two or more dimensions."""
     codes, scale = encode_second_moment(moment.float().sqrt().reshape(rows_and_cols(moment.shape)))
-    return codes.reshape(moment.shape), scale.reshape(scale_shape(moment.shape))
+    return codes.reshape(moment.shape).contiguous(), scale.reshape(scale_shape(moment.shape))
 
 
 def dequantize_second_moment(codes: Tensor, scale: Tensor) -> Tensor:
     """Inverse of ``quantize_second_moment``: v in fp32, squares saturating at fp32's largest number."""
-    return saturating_square(decode_second_moment(*_as_rows(codes, scale))).reshape(codes.shape)
+    return saturating_square(decode_second_moment(*_as_rows(codes, scale))).reshape(codes.shape).contiguous()
 
 
 def saturating_square(root: Tensor) -> Tensor:
