@@ -29,7 +29,7 @@ def cayley_neumann(entries: Tensor, dtype: torch.dtype) -> Tensor:
         >>> abs(defect.item() - (2 * s**4 - s**8)) < 1e-12
         True
     """
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(entries.device.type, enabled=False):
         skew = unpack_skew(entries.to(_accumulation_dtype(entries)))
         square = skew @ skew
         blocks = 2 * (skew + square + square @ skew) + square @ square
@@ -43,8 +43,17 @@ def _(entries: Tensor, dtype: torch.dtype) -> Tensor:
     return entries.new_empty(entries.shape[0], block, block, dtype=dtype)
 
 
+@cayley_neumann.register_kernel("cuda")
+def _(entries: Tensor, dtype: torch.dtype) -> Tensor:
+    if torch.float64 in (entries.dtype, dtype):
+        return cayley_neumann._init_fn(entries, dtype)
+    from ..kernels.cayley_neumann import cayley_neumann as launch
+
+    return launch([entries], dtype)[0]
+
+
 @torch.library.custom_op("poetx::cayley_neumann_backward", mutates_args=(), device_types="cpu")
-def cayley_neumann_backward(gradient: Tensor, entries: Tensor) -> Tensor:
+def cayley_neumann_backward(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
     """Gradient of the packed entries from that of the blocks.
 
     With S = Q^2 (symmetric, since Q is skew) and H the gradient of G, the gradient that reaches S is
@@ -53,14 +62,14 @@ def cayley_neumann_backward(gradient: Tensor, entries: Tensor) -> Tensor:
     Args:
         gradient: ``[num_blocks, block, block]``.
         entries: ``[num_blocks, block (block - 1) / 2]``, as given to `cayley_neumann`.
+        dtype: of the blocks. On the GPU 16-bit blocks need no products more precise than TF32.
 
     Returns:
         Shape and dtype of `entries`.
     """
-    with torch.autocast("cpu", enabled=False):
-        dtype = _accumulation_dtype(entries)
-        skew = unpack_skew(entries.to(dtype))
-        gradient = gradient.to(dtype)
+    with torch.autocast(entries.device.type, enabled=False):
+        skew = unpack_skew(entries.to(_accumulation_dtype(entries)))
+        gradient = gradient.to(skew.dtype)
         square = skew @ skew
         square_gradient = 2 * (gradient - gradient @ skew) + gradient @ square + square @ gradient
         skew_gradient = 2 * (gradient + square @ gradient) - square_gradient @ skew - skew @ square_gradient
@@ -68,8 +77,17 @@ def cayley_neumann_backward(gradient: Tensor, entries: Tensor) -> Tensor:
 
 
 @cayley_neumann_backward.register_fake
-def _(gradient: Tensor, entries: Tensor) -> Tensor:
+def _(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(entries)
+
+
+@cayley_neumann_backward.register_kernel("cuda")
+def _(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
+    if torch.float64 in (entries.dtype, dtype):
+        return cayley_neumann_backward._init_fn(gradient, entries, dtype)
+    from ..kernels.cayley_neumann import cayley_neumann_backward as launch
+
+    return launch([gradient], [entries], dtype)[0]
 
 
 def _accumulation_dtype(entries: Tensor) -> torch.dtype:
@@ -78,11 +96,12 @@ def _accumulation_dtype(entries: Tensor) -> torch.dtype:
 
 def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(inputs[0])
+    ctx.dtype = inputs[1]
 
 
 def _backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
     (entries,) = ctx.saved_tensors
-    return cayley_neumann_backward(gradient, entries), None
+    return cayley_neumann_backward(gradient, entries, ctx.dtype), None
 
 
 cayley_neumann.register_autograd(_backward, setup_context=_setup_context)

@@ -66,56 +66,135 @@ def poetx_linear(
 
 class _PoetXLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, bias,
-        entries_in, tail_in, permutation_in, group_in,
-        entries_out, tail_out, permutation_out, group_out,
-        memory_mode,
-    ):  # fmt: skip
-        rotation_in = Rotation(entries_in, tail_in, permutation_in, group_in)
-        rotation_out = Rotation(entries_out, tail_out, permutation_out, group_out)
-        with torch.autocast(x.device.type, enabled=False):
-            inner = F.linear(rotation_in.apply(x), weight.to(x.dtype))
-            result = rotation_out.apply(inner, bias=bias)
+    def forward(ctx, x, weight, bias, *rotations_and_mode):
+        *rotations, memory_mode = rotations_and_mode
+        entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
+        result, kept = _linear(x, weight, bias, *rotations)
         ctx.groups = group_in, group_out
         ctx.bias_dtype = None if bias is None else bias.dtype
-        kept = inner if memory_mode == "fast" else None
         ctx.save_for_backward(
-            x, kept, weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out
-        )
+            x, kept if memory_mode == "fast" else None, weight,
+            entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out,
+        )  # fmt: skip
         return result
 
     @staticmethod
     def backward(ctx, gradient):
-        x, inner, weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = (
-            ctx.saved_tensors
-        )
-        rotation_in = Rotation(entries_in, tail_in, permutation_in, ctx.groups[0])
-        rotation_out = Rotation(entries_out, tail_out, permutation_out, ctx.groups[1])
+        *saved, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
         needs_x, _, needs_bias, *needs_rest = ctx.needs_input_grad
         needs_in, needs_out = any(needs_rest[0:2]), any(needs_rest[4:6])
-        gradients_in = gradients_out = (None, None)
-        x_gradient = None
-        with torch.autocast(x.device.type, enabled=False):
-            weight = weight.to(x.dtype)
-            gradient = gradient.contiguous()
-            if needs_out:
-                if inner is None:
-                    inner = F.linear(rotation_in.apply(x), weight)
-                gradients_out = _entries_gradient(rotation_out, inner, gradient)
-            if needs_x or needs_in:
-                inner_gradient = rotation_out.apply(gradient, transpose=True) @ weight
-            if needs_in:
-                gradients_in = _entries_gradient(rotation_in, x, inner_gradient)
-            if needs_x:
-                x_gradient = rotation_in.apply(inner_gradient, transpose=True)
-            bias_gradient = gradient.sum(0).to(ctx.bias_dtype) if needs_bias else None
-        return x_gradient, None, bias_gradient, *gradients_in, None, None, *gradients_out, None, None, None
+        found = iter(
+            _linear_backward(
+                gradient.contiguous(), *saved,
+                entries_in, tail_in, permutation_in, ctx.groups[0],
+                entries_out, tail_out, permutation_out, ctx.groups[1],
+                [needs_x, needs_bias, needs_in, needs_out],
+            )
+        )  # fmt: skip
+        x_gradient = next(found) if needs_x else None
+        bias_gradient = next(found).to(ctx.bias_dtype) if needs_bias else None
+        entries_in_gradient = next(found) if needs_in else None
+        tail_in_gradient = next(found) if needs_in and tail_in is not None else None
+        entries_out_gradient = next(found) if needs_out else None
+        tail_out_gradient = next(found) if needs_out and tail_out is not None else None
+        return (
+            x_gradient, None, bias_gradient,
+            entries_in_gradient, tail_in_gradient, None, None,
+            entries_out_gradient, tail_out_gradient, None, None, None,
+        )  # fmt: skip
 
 
-def _entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the packed entries of blocks and tail, given the rotation's input and its output's gradient."""
+# One operation a direction, and registered without `custom_op`, whose wrapper costs three times as much per call: a
+# small layer on a GPU is bound by the work of the host.
+_ROTATION = "Tensor entries_{0}, Tensor? tail_{0}, Tensor permutation_{0}, int group_{0}"
+_ROTATIONS = f"{_ROTATION.format('in')}, {_ROTATION.format('out')}"
+torch.library.define(
+    "poetx::linear",
+    f"(Tensor x, Tensor weight, Tensor? bias, {_ROTATIONS}) -> (Tensor, Tensor)",
+)
+torch.library.define(
+    "poetx::linear_backward",
+    f"(Tensor gradient, Tensor x, Tensor? kept, Tensor weight, {_ROTATIONS}, bool[] needs) -> Tensor[]",
+)
+_linear = torch.ops.poetx.linear.default
+_linear_backward = torch.ops.poetx.linear_backward.default
+
+
+def _linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *rotations) -> tuple[Tensor, Tensor]:
+    """Result ``[tokens, out_features]``, and b as a flat tensor, laid out as the implementation likes."""
+    rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
+    with torch.autocast(x.device.type, enabled=False):
+        inner = F.linear(rotation_in.apply(x), weight.to(x.dtype))
+        return rotation_out.apply(inner, bias=bias), inner.flatten()
+
+
+def _linear_backward_on_cpu(
+    gradient: Tensor, x: Tensor, kept: Tensor | None, weight: Tensor, *rotations_and_needs
+) -> list[Tensor]:
+    """Those of the gradients of x, the bias, the entries of each rotation and their tails that are needed."""
+    *rotations, (needs_x, needs_bias, needs_in, needs_out) = rotations_and_needs
+    rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
+    with torch.autocast(x.device.type, enabled=False):
+        weight = weight.to(x.dtype)
+        inner_gradient = rotation_out.apply(gradient, transpose=True) @ weight
+        results = [rotation_in.apply(inner_gradient, transpose=True)] if needs_x else []
+        if needs_bias:
+            results.append(gradient.sum(0))
+        if needs_in:
+            results += _entries_gradient(rotation_in, x, inner_gradient)
+        if needs_out:
+            inner = F.linear(rotation_in.apply(x), weight) if kept is None else kept.view(gradient.shape)
+            results += _entries_gradient(rotation_out, inner, gradient)
+        return results
+
+
+def _entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Gradient of the packed entries of the blocks, and of the tail if there is one."""
     block = block_size(rotation.entries)
     blocks, tail = rotation_gradient(x, gradient, rotation.permutation, rotation.permutation_group, block)
-    entries = cayley_neumann_backward(blocks, rotation.entries)
-    return entries, None if rotation.tail is None else cayley_neumann_backward(tail[None], rotation.tail)
+    gradients = [cayley_neumann_backward(blocks, rotation.entries, x.dtype)]
+    if rotation.tail is not None:
+        gradients.append(cayley_neumann_backward(tail[None], rotation.tail, x.dtype))
+    return gradients
+
+
+def _linear_on_cuda(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    if x.dtype == torch.float64:
+        return _linear_on_cpu(x, *arguments)
+    from ..kernels.poetx_linear import forward
+
+    with torch.autocast("cuda", enabled=False):
+        return forward(x, *arguments)
+
+
+def _linear_backward_on_cuda(gradient: Tensor, *arguments) -> list[Tensor]:
+    if gradient.dtype == torch.float64:
+        return _linear_backward_on_cpu(gradient, *arguments)
+    from ..kernels.poetx_linear import backward
+
+    with torch.autocast("cuda", enabled=False):
+        return backward(gradient, *arguments)
+
+
+torch.library.impl("poetx::linear", "cpu", _linear_on_cpu)
+torch.library.impl("poetx::linear", "cuda", _linear_on_cuda)
+torch.library.impl("poetx::linear_backward", "cpu", _linear_backward_on_cpu)
+torch.library.impl("poetx::linear_backward", "cuda", _linear_backward_on_cuda)
+
+
+@torch.library.register_fake("poetx::linear")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, *rotations) -> tuple[Tensor, Tensor]:
+    tokens, out_features = x.shape[0], weight.shape[0]
+    return x.new_empty(tokens, out_features), x.new_empty(tokens * out_features)
+
+
+@torch.library.register_fake("poetx::linear_backward")
+def _(gradient: Tensor, x: Tensor, kept: Tensor | None, weight: Tensor, *rotations_and_needs) -> list[Tensor]:
+    entries_in, tail_in, _, _, entries_out, tail_out, _, _, needs = rotations_and_needs
+    needs_x, needs_bias, needs_in, needs_out = needs
+    shaped_like = [x] if needs_x else []
+    if needs_bias:
+        shaped_like.append(gradient[0])
+    shaped_like += [t for t in (entries_in, tail_in) if needs_in and t is not None]
+    shaped_like += [t for t in (entries_out, tail_out) if needs_out and t is not None]
+    return [torch.empty_like(t) for t in shaped_like]

@@ -5,6 +5,8 @@ smaller block, the tail, for the rest. With P the permutation and D the block-di
 ``R = P^T D P``: natural order in, natural order out. Neither P nor D is ever built.
 """
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -35,17 +37,33 @@ def rotate(
 
     Source: POET-X, batch-parallel block products and permutation by index.
     """
-    with torch.autocast("cpu", enabled=False):
-        index = permutation.long()
-        rotated = _multiply_blocks(x.index_select(1, index), blocks, tail, transpose)
-        result = torch.empty_like(rotated)
-        result.index_copy_(1, index, rotated)
+    with torch.autocast(x.device.type, enabled=False):
+        permuted = _permute(x, permutation, permutation_group)
+        rotated = _multiply_blocks(permuted, blocks, tail, transpose)
+        result = _permute(rotated, permutation, permutation_group, inverse=True)
         return result if bias is None else result.add_(bias)
 
 
 @rotate.register_fake
 def _(x, blocks, tail, permutation, permutation_group, transpose, bias) -> Tensor:
     return x.new_empty(x.shape)
+
+
+@rotate.register_kernel("cuda")
+def _(x, blocks, tail, permutation, permutation_group, transpose, bias) -> Tensor:
+    if x.dtype == torch.float64:
+        return rotate._init_fn(x, blocks, tail, permutation, permutation_group, transpose, bias)
+    from ..kernels.rotate import rotate as launch
+
+    return launch(x, blocks, tail, permutation, permutation_group, transpose, bias)
+
+
+def _permute(x: Tensor, permutation: Tensor, permutation_group: int, inverse: bool = False) -> Tensor:
+    """Columns of x in permuted order, or back; whole groups of columns move at once, several times faster than one."""
+    group = gcd(x.shape[1], permutation_group)
+    order = permutation[::group].long() // group
+    order = torch.argsort(order) if inverse else order
+    return x.unflatten(1, (-1, group)).index_select(1, order).flatten(1)
 
 
 def _multiply_blocks(x: Tensor, blocks: Tensor, tail: Tensor | None, transpose: bool) -> Tensor:
@@ -78,10 +96,9 @@ def rotation_gradient(
     Returns:
         ``[width // block, block, block]`` and ``[width % block, width % block]``, fp32 (fp64 for fp64 inputs).
     """
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(left.device.type, enabled=False):
         dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
-        index = permutation.long()
-        left, right = left.index_select(1, index), right.index_select(1, index)
+        left, right = (_permute(t, permutation, permutation_group) for t in (left, right))
         split = left.shape[1] // block * block
         left_blocks, right_blocks = (t[:, :split].unflatten(1, (-1, block)).transpose(0, 1) for t in (left, right))
         blocks = torch.bmm(left_blocks.mT, right_blocks).to(dtype)
@@ -98,6 +115,15 @@ def _(left, right, permutation, permutation_group, block) -> tuple[Tensor, Tenso
         left.new_empty(width // block, block, block, dtype=dtype),
         left.new_empty(rest, rest, dtype=dtype),
     )
+
+
+@rotation_gradient.register_kernel("cuda")
+def _(left, right, permutation, permutation_group, block) -> tuple[Tensor, Tensor]:
+    if left.dtype == torch.float64:
+        return rotation_gradient._init_fn(left, right, permutation, permutation_group, block)
+    from ..kernels.rotate import rotation_gradient as launch
+
+    return launch(left, right, permutation, permutation_group, block)
 
 
 def _setup_context(ctx, inputs, output) -> None:

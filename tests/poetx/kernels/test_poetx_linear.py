@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from hf_poetx.ops import poetx_linear as ops
+from hf_poetx.ops.skew import num_entries
+from tests.poetx.kernels.accuracy import DTYPES, assert_as_accurate, to
+
+pytest.importorskip("triton")
+from hf_poetx.kernels import poetx_linear as kernels
+
+
+def make(in_features, out_features, block, group_in, group_out, dtype, tokens=24):
+    def rotation(width, group):
+        size = min(block, width)
+        full, rest = divmod(width, size)
+        permutation = (torch.randperm(width // group)[:, None] * group + torch.arange(group)).flatten().int()
+        tail = 0.1 * torch.randn(1, num_entries(rest)) if rest > 1 else None
+        return [0.05 * torch.randn(full, num_entries(size)), tail, permutation, group]
+
+    x, weight = torch.randn(tokens, in_features), torch.randn(out_features, in_features) / in_features**0.5
+    activations = to((x, weight, torch.randn(out_features)), dtype)
+    return activations, rotation(in_features, group_in) + rotation(out_features, group_out)
+
+
+def cast(rotations, *args):
+    return [to([each], *args)[0] if isinstance(each, torch.Tensor) else each for each in rotations]
+
+
+@pytest.mark.parametrize("memory_mode", ["fast", "mem"])
+@pytest.mark.parametrize("groups", [(16, 16), (1, 1), (1, 16), (16, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_and_its_gradients_are_as_accurate_as_the_cpu(memory_mode, groups, dtype, kernel_device):
+    (x, weight, bias), rotations = make(96, 64, 32, *groups, dtype)
+    gradient = torch.randn(x.shape[0], 64).to(dtype)
+
+    def run(forward, backward, activations, gradient, rotations):
+        x, weight, bias = activations
+        result, kept = forward(x, weight, bias, *rotations)
+        kept = kept if memory_mode == "fast" else None
+        return [result, *backward(gradient, x, kept, weight, *rotations, [True] * 4)]
+
+    on_cpu = (ops._linear, ops._linear_backward)
+    truth = run(*on_cpu, to((x, weight, bias), torch.float64), gradient.double(), cast(rotations, torch.float64))
+    yardstick = run(*on_cpu, (x, weight, bias), gradient, rotations)
+    device = kernel_device
+    found = run(
+        kernels.forward, kernels.backward, to((x, weight, bias), device), gradient.to(device), cast(rotations, device)
+    )
+    assert [each.shape for each in found] == [each.shape for each in truth]
+    for each, measure, expected in zip(found, yardstick, truth, strict=True):
+        assert each.is_contiguous()
+        assert_as_accurate(each, measure, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    "needs", [(True, False, False, False), (False, False, True, False), (False, True, False, True)]
+)
+def test_only_needed_gradients_are_returned_in_order(needs, kernel_device):
+    activations, rotations = make(72, 40, 32, 8, 8, torch.float32)
+    x, weight, bias = to(activations, kernel_device)
+    rotations = cast(rotations, kernel_device)
+    gradient = torch.randn(x.shape[0], 40, device=kernel_device)
+    _, kept = kernels.forward(x, weight, bias, *rotations)
+    everything = kernels.backward(gradient, x, kept, weight, *rotations, [True] * 4)
+    parts = [everything[0:1], everything[1:2], everything[2:4], everything[4:6]]
+    expected = [tensor for part, needed in zip(parts, needs, strict=True) if needed for tensor in part]
+    found = kernels.backward(gradient, x, kept, weight, *rotations, list(needs))
+    assert len(found) == len(expected)
+    for each, wanted in zip(found, expected, strict=True):
+        assert torch.equal(each, wanted)

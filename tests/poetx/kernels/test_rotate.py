@@ -1,0 +1,121 @@
+import pytest
+import torch
+
+from hf_poetx.ops.rotate import rotate as reference
+from hf_poetx.ops.rotate import rotation_gradient as reference_gradient
+from tests.poetx.kernels.accuracy import DTYPES, assert_as_accurate, to
+
+pytest.importorskip("triton")
+from hf_poetx.kernels import rotate as kernels
+
+# width, block, permutation group, tokens: vectors, single columns, tails, a tail of one column, one block, odd sizes
+SHAPES = [
+    (128, 32, 16, 20),
+    (128, 32, 1, 20),
+    (96, 64, 16, 33),
+    (37, 8, 1, 5),
+    (33, 16, 1, 3),
+    (24, 24, 8, 70),
+    (130, 20, 2, 1),
+]
+
+
+def make(width, block, group, tokens, dtype):
+    full, rest = divmod(width, block)
+    x = torch.randn(tokens, width)
+    blocks = torch.randn(full, block, block) / block**0.5
+    tail = torch.randn(rest, rest) / rest**0.5 if rest > 1 else None
+    permutation = (torch.randperm(width // group)[:, None] * group + torch.arange(group)).flatten().int()
+    return [*to((x, blocks, tail), dtype), permutation]
+
+
+def nan_filled(*shape, **options):
+    return torch.full(shape, float("nan"), **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("transpose", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_is_as_accurate_as_the_cpu(shape, transpose, dtype, kernel_device):
+    x, blocks, tail, permutation = make(*shape, dtype)
+    bias = torch.randn(shape[0]).to(dtype)
+    arguments = (shape[2], transpose)
+    found = kernels.rotate(*to((x, blocks, tail, permutation), kernel_device), *arguments, bias.to(kernel_device))
+    yardstick = reference(x, blocks, tail, permutation, *arguments, bias)
+    truth = reference(*to((x, blocks, tail), torch.float64), permutation, *arguments, bias.double())
+    assert found.is_contiguous() and found.dtype == dtype
+    assert_as_accurate(found, yardstick, truth, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_of_the_blocks_is_as_accurate_as_the_cpu(shape, dtype, kernel_device):
+    left, *_, permutation = make(*shape, dtype)
+    right = torch.randn_like(left)
+    _, block, group, _ = shape
+    found = kernels.rotation_gradient(*to((left, right, permutation), kernel_device), group, block)
+    truth = reference_gradient(left.double(), right.double(), permutation, group, block)
+    yardstick = reference_gradient(left, right, permutation, group, block)
+    for each, measure, expected in zip(found, yardstick, truth, strict=True):
+        assert each.dtype == torch.float32
+        assert_as_accurate(each, measure, expected, dtype)
+
+
+def test_gradient_split_over_tokens_equals_the_unsplit_one(kernel_device, monkeypatch):
+    left, _, _, permutation = make(40, 16, 8, 200, torch.float32)
+    right = torch.randn_like(left)
+    arguments = (*to((left, right, permutation), kernel_device), 8, 16)
+    monkeypatch.setattr(kernels, "_split", lambda programs, tokens, inner: (3, 96))
+    found = kernels.rotation_gradient(*arguments)
+    for each, expected in zip(found, reference_gradient(left, right, permutation, 8, 16), strict=True):
+        torch.testing.assert_close(each.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("programs, tokens", [(4, 0), (4, 100), (4, 100_000), (128, 100_000), (500, 8192)])
+def test_splits_cover_all_tokens_and_none_is_empty(programs, tokens):
+    splits, tokens_per_split = kernels._split(programs, tokens, 64)
+    assert splits * tokens_per_split >= tokens
+    assert tokens == 0 or (splits - 1) * tokens_per_split < tokens
+
+
+@pytest.mark.parametrize("group", [1, 16])
+def test_no_tokens_give_no_tokens_and_no_gradient(group, kernel_device):
+    x, blocks, tail, permutation = make(96, 32, group, 0, torch.float32)
+    inputs = to((x, blocks, tail, permutation), kernel_device)
+    assert kernels.rotate(*inputs, group, False, None).shape == (0, 96)
+    gradient, _ = kernels.rotation_gradient(inputs[0], inputs[0], inputs[3], group, 32)
+    assert gradient.abs().max() == 0
+
+
+@pytest.mark.parametrize("group", [1, 16])
+def test_every_element_is_written(group, kernel_device, monkeypatch):
+    x, blocks, tail, permutation = to(make(96, 64, group, 33, torch.float32), kernel_device)
+    monkeypatch.setattr(torch, "empty", nan_filled)
+    monkeypatch.setattr(torch, "empty_like", lambda t: torch.full_like(t, float("nan")))
+    assert not kernels.rotate(x, blocks, tail, permutation, group, False, None).isnan().any()
+    for gradient in kernels.rotation_gradient(x, x, permutation, group, 64):
+        assert not gradient.isnan().any()
+
+
+def test_misaligned_and_strided_inputs_give_the_same_result(kernel_device):
+    x, blocks, tail, permutation = to(make(64, 32, 16, 9, torch.float32), kernel_device)
+    expected = kernels.rotate(x, blocks, tail, permutation, 16, False, None)
+    shifted = torch.empty(x.numel() + 1, device=kernel_device)[1:].view_as(x).copy_(x)
+    strided = torch.empty(9, 128, device=kernel_device)[:, ::2].copy_(x)
+    for same in (shifted, strided, x.t().contiguous().t()):
+        torch.testing.assert_close(kernels.rotate(same, blocks, tail, permutation, 16, False, None), expected)
+
+
+def test_column_major_activations_stay_column_major(kernel_device):
+    x, blocks, tail, permutation = to(make(64, 32, 1, 16, torch.float32), kernel_device)
+    columns = kernels.with_contiguous_columns(x)
+    assert columns.stride() == (1, 16) and torch.equal(columns, x)
+    found = kernels.rotate_as_stored(columns, blocks, tail, permutation, 1, False, None)
+    assert found.stride() == (1, 16)
+    torch.testing.assert_close(found, kernels.rotate(x, blocks, tail, permutation, 1, False, None))
+
+
+def test_double_precision_is_refused_by_name(kernel_device):
+    x, blocks, tail, permutation = make(16, 8, 1, 2, torch.float64)
+    with pytest.raises(TypeError, match=r"float64.*cast"):
+        kernels.rotate(*to((x, blocks, tail, permutation), kernel_device), 1, False, None)
