@@ -357,8 +357,6 @@ class PoetXLinear(nn.Module, PoetXLayer):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``; the dtype is what the wrapped layer would return."""
-        if kwargs.pop("adapter_names", None) is not None:
-            raise ValueError("POET-X cannot mix adapters within a batch; call the model once for each adapter")
         if self.disable_adapters and self.merged:
             self.unmerge()
         adapters = [name for name in self.active_adapters if name in self.poetx_config]

@@ -1,5 +1,6 @@
 """The POET-X tuner: which modules of a model are wrapped, and PEFT's contract around them."""
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
@@ -43,7 +44,6 @@ class PoetXModel(BaseTuner):
 
     # Who calls the periodic merge: "Trainer", "attach_merging", "merge_step", or None while nobody does.
     clock: str | None = None
-    _forward_hook: Any = None
     _steps_seen = 0
     _last_version = -1
 
@@ -202,9 +202,7 @@ class PoetXModel(BaseTuner):
     ) -> nn.Module:
         if merge:
             self._check_finite(adapter_names)
-        unloaded = super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
-        self._forward_hook.remove()
-        return unloaded
+        return super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
 
     def _check_finite(self, adapter_names: list[str] | None) -> None:
         """All layers before the first is merged, so that a refused merge leaves no half-merged model."""
@@ -236,18 +234,18 @@ class PoetXModel(BaseTuner):
             )
         return super().unload()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._before_forward()
-        return super().forward(*args, **kwargs)
-
-    def _post_injection_hook(self, model: nn.Module, config: PoetXConfig, adapter_name: str) -> None:
-        # A PeftModel without a task type calls the base model itself, not `forward` above.
-        if self._forward_hook is None:
-            self._forward_hook = model.register_forward_pre_hook(self._before_forward)
-
-    def _before_forward(self, *_: Any) -> None:
+    def _enable_peft_forward_hooks(
+        self, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any
+    ) -> contextlib.AbstractContextManager:
+        """PEFT calls it before every forward pass and generation, with their arguments."""
+        if adapter_names is not None:
+            raise ValueError(
+                f"adapter_names={adapter_names!r}: POET-X cannot mix adapters within a batch; choose one with "
+                "set_adapter() and call the model once for each"
+            )
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._remind_of_merging()
+        return contextlib.nullcontext()
 
     def _remind_of_merging(self) -> None:
         """Tell a hand-written loop that trains past the first merge and never calls it."""
