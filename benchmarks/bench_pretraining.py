@@ -12,6 +12,7 @@ Results go to `benchmarks/results/pretraining_STUDY.json` and `.png`.
 """
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -43,7 +44,7 @@ class Run:
     method: str = "poetx"
     learning_rate: float = 4e-3
     seed: int = 0
-    steps: int = 400
+    steps: int = 300
     batch: int = 32
     hidden: int = 256
     layers: int = 4
@@ -93,6 +94,7 @@ def more_seeds_of_the_best(records: list[dict]) -> list[Run]:
     return [Run(**{**record["run"], "seed": seed}) for record in best.values() for seed in (1, 2)]
 
 
+@functools.cache
 def load_tokens() -> tuple[torch.Tensor, torch.Tensor]:
     """Training and held-out tokens ``[sequences, 128]`` of the speeches, split by file."""
     cache = Path(f"/tmp/hf_poetx_pretraining_{VOCABULARY}.pt")
@@ -223,14 +225,21 @@ def run_apart(run: Run) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def run_all(runs: list[Run], jobs: int) -> list[dict]:
+    """One after the other in this process, or several at once in processes of their own."""
+    if jobs == 1:
+        return [train(run) for run in runs]
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(run_apart, runs))
+
+
 def run_study(study: str, jobs: int, steps: int | None) -> None:
     runs = first_runs(study)
     if steps:
         runs = [Run(**{**asdict(run), "steps": steps}) for run in runs]
-    with ThreadPoolExecutor(jobs) as pool:
-        records = list(pool.map(run_apart, runs))
-        if study == "methods":
-            records += list(pool.map(run_apart, more_seeds_of_the_best(records)))
+    records = run_all(runs, jobs)
+    if study == "methods":
+        records += run_all(more_seeds_of_the_best(records), jobs)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {
         "study": study,
