@@ -1,0 +1,46 @@
+"""Fingerprints of base weights, and the bits that bfloat16 weights can be extended by."""
+
+import pytest
+import torch
+
+from hf_poetx.base_weight import fingerprint, join_error_bits, split_error_bits
+
+
+def test_fingerprint_is_the_same_in_the_precisions_that_hold_the_weight():
+    weight = torch.randn(300, 40).bfloat16()
+    assert fingerprint(weight) == fingerprint(weight.float()) == fingerprint(weight.double())
+
+
+def test_fingerprint_depends_on_values_and_their_order():
+    weight = torch.randn(50, 40)
+    changed, flipped = weight.clone(), weight.flip(0)
+    changed[7, 3] += 1
+    prints = {int(fingerprint(w)) for w in (weight, changed, flipped, weight.mT.contiguous(), -weight)}
+    assert len(prints) == 5 and min(prints) >= 0
+
+
+def test_fingerprint_of_a_large_weight_reads_a_part_of_it_from_everywhere():
+    weight = torch.zeros(1000, 1000)
+    before = fingerprint(weight)
+    weight[900:] += 1
+    assert fingerprint(weight) != before
+
+
+def test_split_weight_is_the_nearest_bfloat16_and_joins_to_24_bits():
+    master = torch.cat((torch.randn(20_000), torch.randn(20_000) * 1e-30, torch.tensor([0.0, -0.0, 1.0, 3.0e38])))
+    narrow, bits = split_error_bits(master, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16 and bits.dtype == torch.int8
+    assert torch.allclose(narrow.float(), master, rtol=2**-8, atol=0)
+    # Half a unit of the last of 16 bits of mantissa.
+    assert torch.allclose(join_error_bits(narrow, bits), master, rtol=2**-16, atol=0)
+
+
+def test_splitting_a_joined_weight_changes_nothing():
+    narrow, bits = split_error_bits(torch.randn(5000), torch.bfloat16)
+    again = split_error_bits(join_error_bits(narrow, bits), torch.bfloat16)
+    assert torch.equal(again[0], narrow) and torch.equal(again[1], bits)
+
+
+def test_only_bfloat16_weights_can_be_extended():
+    with pytest.raises(ValueError, match=r"bfloat16 base weight, got torch.float16"):
+        split_error_bits(torch.randn(4), torch.float16)
