@@ -43,7 +43,7 @@ def compression_error(optimizer: FlashOptimizer, p: Tensor) -> CompressionError:
     state = {key: local_part(value).clone() for key, value in optimizer.state.get(p, {}).items()}
     grad = local_part(p.grad)
     stored = local_part(p.detach()).clone()
-    before = _master(stored, state)
+    before = _master(stored, state).clone()
     exact = before.clone()
     exact_state = dict(state)
     for moment in optimizer.moments(group):

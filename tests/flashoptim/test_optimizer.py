@@ -278,6 +278,13 @@ def test_fused_and_eager_steps_agree(fused):
     assert_bit_equal(tensors_of(model, optimizer), tensors_of(other, other_optimizer))
 
 
+def test_sgd_without_momentum_keeps_no_state():
+    model = small_model(torch.float32)
+    optimizer = FlashSGD(model.parameters(), lr=0.1)
+    train(model, optimizer, range(2))
+    assert not optimizer.state and not optimizer.state_dict()["state"]
+
+
 def test_learning_rate_may_be_a_tensor():
     ours, other = small_model(), small_model()
     tensor_lr = FlashAdamW(ours.parameters(), lr=torch.tensor(1e-3, dtype=torch.float64))

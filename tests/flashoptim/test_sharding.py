@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hf_flashoptim import FlashAdamW, enable_gradient_release
-from tests.flashoptim.models import small_model, train
+from tests.flashoptim.models import small_model
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,5 @@ def test_reset_works_on_sharded_state(mesh):
     set_gradients(model, 0)
     optimizer.step()
     optimizer.reset_state([model[2].weight])
-    assert not any(
-        value.any()
-        for value in map(lambda t: getattr(t, "to_local", lambda: t)(), optimizer.state[model[2].weight].values())
-    )
-    train_other = small_model()
-    train(train_other, FlashAdamW(train_other.parameters()), range(1))
+    for value in optimizer.state[model[2].weight].values():
+        assert not (value.to_local() if isinstance(value, DTensor) else value).any()
