@@ -160,7 +160,11 @@ class PoetXLayer(BaseTunerLayer):
         """Move an adapter to its layer's device; unlike PEFT's own it never changes a dtype."""
         if device is None:
             device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
-        if device is None or device.type == "meta":
+        if device is not None and device.type == "meta":
+            # An offloaded layer: accelerate brings its weight to this device for the products.
+            hook = getattr(self.get_base_layer(), "_hf_hook", None)
+            device = getattr(hook, "execution_device", None)
+        if device is None:
             return
         for name in self.adapter_layer_names + self.buffer_names:
             container = getattr(self, name)

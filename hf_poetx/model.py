@@ -162,6 +162,13 @@ class PoetXModel(BaseTuner):
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        if isinstance(new_module, PoetXLayer):
+            # It is on its device already. PEFT would move the adapter of an offloaded layer to none, and lose it.
+            setattr(parent, child_name, new_module)
+        else:
+            super()._replace_module(parent, child_name, new_module, child)
+
     def _mark_only_adapters_as_trainable(self, model: nn.Module) -> None:
         super()._mark_only_adapters_as_trainable(model)
         for adapter_name in self.active_adapters:
