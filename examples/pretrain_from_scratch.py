@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--merge-interval", type=int, default=45)
     parser.add_argument("--learning-rate", type=float, default=8e-3)
-    parser.add_argument("--adamw-learning-rate", type=float, default=8e-3)
+    parser.add_argument("--adamw-learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.smoke:
@@ -239,7 +239,6 @@ def main() -> None:
     poetx_config = PoetXConfig(
         block=arguments.block,
         merge_interval=arguments.merge_interval,
-        permutation_group=16,
         init="normalize",
         train_rest=True,
         task_type="CAUSAL_LM",

@@ -102,7 +102,8 @@ class PoetXConfig(PeftConfig):
         default=20, metadata={"help": "Steps after a merge during which the gradient norm is clipped more tightly."}
     )
     permutation_group: int = field(
-        default=1, metadata={"help": "Columns that permutations move together; 1 is the article's choice."}
+        default=16,
+        metadata={"help": "Columns that permutations move together: 16 is faster at the same loss, 1 the article's choice."},
     )
     seed: int = field(default=0, metadata={"help": "Seed of the permutations."})
     skew_dtype: Literal["float32", "bfloat16", "float16"] | None = field(
