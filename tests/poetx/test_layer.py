@@ -167,7 +167,7 @@ def test_a_weight_of_zeros_merges_without_a_jump():
 def test_weights_stay_in_natural_order():
     base = make_base(12, 10)
     before = base.weight.detach().clone()
-    layer = wrap(base, block=4)
+    layer = wrap(base, block=4, permutation_group=1)
     assert torch.equal(layer.get_base_layer().weight, before)
     assert not torch.equal(layer.poetx_permutation_in["default"], torch.arange(12).int())
 
@@ -211,13 +211,13 @@ def test_permutations_ignore_and_leave_the_global_random_state():
 
 
 def test_permutations_differ_by_layer_side_seed_and_merge():
-    config = PoetXConfig(block=4, target_modules=["0", "1"], merge_interval=5)
+    config = PoetXConfig(block=4, target_modules=["0", "1"], merge_interval=5, permutation_group=1)
     model = get_poetx_model(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)), config)
     drawn = [p for _, layer in poetx_layers(model) for p in _permutations(layer)]
     for _, layer in poetx_layers(model):
         layer.reinitialize("default")
     drawn += [p for _, layer in poetx_layers(model) for p in _permutations(layer)]
-    drawn += _permutations(wrap(nn.Linear(24, 24), block=4, seed=1))
+    drawn += _permutations(wrap(nn.Linear(24, 24), block=4, seed=1, permutation_group=1))
     assert len({tuple(p.tolist()) for p in drawn}) == len(drawn) == 10
     assert all(p.dtype == torch.int32 and sorted(p.tolist()) == list(range(24)) for p in drawn)
 
