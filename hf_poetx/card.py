@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -316,14 +316,14 @@ def plot_loss(log_history: list[dict[str, Any]], file: Path) -> bool:
     return True
 
 
-def complete_adapter_card(model: PeftModel, folder: str | Path, title: str) -> None:
+def complete_adapter_card(model: PeftModel, folder: str | Path, title: str, more_tags: Iterable[str] = ()) -> None:
     """Make an adapter's ``README.md`` tell of POET-X, and name a base model only where the Hub has it.
 
     A card that is all placeholders is replaced; of any other the text is kept, but for the section that is ours.
     """
     file, facts = Path(folder) / "README.md", CardFacts.of_model(model, title)
     card = ModelCard.load(file, ignore_metadata_errors=True)
-    tags = [tag for tag in card.data.get("tags") or [] if not tag.startswith("base_model:")]
+    tags = {tag for tag in (*(card.data.get("tags") or ()), *more_tags) if not tag.startswith("base_model:")}
     if _PLACEHOLDER in card.text:
         write_card(folder, facts)
         card = ModelCard.load(file)
@@ -349,9 +349,12 @@ def _completing_the_card(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
+        file = Path(output_dir) / "README.md"
+        # PEFT drops the tags that are there.
+        tags = ModelCard.load(file, ignore_metadata_errors=True).data.get("tags") if file.exists() else None
         original(self, output_dir)
         if _is_poetx(self):
-            complete_adapter_card(self, output_dir, Path(output_dir).name)
+            complete_adapter_card(self, output_dir, Path(output_dir).name, tags or ())
 
     return create_or_update_model_card
 
