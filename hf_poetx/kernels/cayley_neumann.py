@@ -1,14 +1,15 @@
 """Triton kernels of the Cayley-Neumann transform: packed skew entries in, blocks out; block gradients in, packed out.
 
-Both read Q straight from its packed entries, for any block size, and several rotations share a launch. The transform
-iterates ``W <- 2Q + Q W`` three times from ``W = Q``, whose last value is the polynomial without its identity; a block
-that fits in shared memory does so in one launch. The gradient needs four products: with the skew part
-``K = H - H^T`` and the symmetric part ``Y = H + H^T`` of the gradient H,
+Q is unpacked once; products take operands in the dtype of the blocks (three TF32 products for fp32) and accumulate in
+fp32. The transform iterates ``W <- 2Q + Q W`` three times from ``W = Q``, whose last value is the polynomial without its
+identity; where Q fits in shared memory that is one launch. With the skew part ``K = H - H^T`` and the symmetric part
+``Y = H + H^T`` of the gradient H of the blocks, the gradient of the entries is what stands above the diagonal of
 
-    N = Q K,    R = Q Y,    E = N - Y - Q R,    gradient = 2K + F - F^T  with  F = Q (E + E^T + N).
+    2K + Q Z + Z^T Q,    Z = 2N + N^T - 2Y - (Q R - R^T Q),    N = Q K,    R = Q Y.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -16,30 +17,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import aligned, launch
+from .launch import Plan, aligned, ceil_divide, is_hopper, launch, next_power_of_two
 
-# Bytes of Q that one program keeps in shared memory, by compute capability; less room means passes through the cache.
-_RESIDENT_BYTES = {9: 128 * 1024}
-_SAFE_RESIDENT_BYTES = 32 * 1024
+# Bytes of Q that a program keeps in shared memory; Hopper's holds 128 KiB and the rest of the program's tiles.
+_RESIDENT_BYTES_HOPPER, _RESIDENT_BYTES = 128 * 1024, 32 * 1024
 
 
 @triton.jit
 def _load_upper(entries, rows, columns, block):
-    """The tile of Q's upper triangle at the given rows and columns in fp32, 0 elsewhere."""
+    """The tile of Q's upper triangle at the given rows and columns, 0 elsewhere."""
     offsets = (rows * (2 * block - rows - 1) // 2 - rows - 1) + columns
     return tl.load(entries + offsets, mask=(rows < columns) & (columns < block), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _load_skew(entries, rows, columns, block):
-    """The tile of Q at the given rows and columns in fp32, 0 outside."""
-    return _load_upper(entries, rows, columns, block) - _load_upper(entries, columns, rows, block)
+def _load(matrix, rows, columns, block):
+    """A tile of a block, 0 outside."""
+    return tl.load(matrix + rows * block + columns, mask=(rows < block) & (columns < block), other=0.0)
 
 
 @triton.jit
-def _load(matrix, rows, columns, block):
-    """A tile of a dense block in fp32, 0 outside."""
-    return tl.load(matrix + rows * block + columns, mask=(rows < block) & (columns < block), other=0.0).to(tl.float32)
+def _store(matrix, rows, columns, tile, block):
+    tile = tile.to(matrix.dtype.element_ty)
+    tl.store(matrix + rows * block + columns, tile, mask=(rows < block) & (columns < block))
 
 
 @triton.jit
@@ -53,252 +53,265 @@ def _select(first, second, num_first, index, size):
 
 
 @triton.jit
-def _resident_kernel(
-    first_entries, second_entries, first_out, second_out,
-    num_first, block,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Some columns of a block of up to SIZE rows, with all of Q in shared memory."""
+def _unpack_kernel(first_entries, second_entries, skew, num_first, block, TILE: tl.constexpr):
     index = tl.program_id(0)
     entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    out = _select(first_out, second_out, num_first, index, block * block)
-    rows, inner = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    skew = _load_skew(entries, rows, inner, block).to(PRODUCT)
-    tile = _load_skew(entries, rows, columns, block)
-    twice = 2 * tile
-    for _ in range(3):
-        tile = tl.dot(skew, tile.to(PRODUCT), twice, input_precision=PRECISION)
-    _store_block(out, rows, columns, tile, block)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
+    tile = _load_upper(entries, rows, columns, block) - _load_upper(entries, columns, rows, block)
+    _store(skew + index.to(tl.int64) * block * block, rows, columns, tile, block)
 
 
 @triton.jit
-def _resident_halves_kernel(
-    first_entries, second_entries, first_out, second_out,
-    num_first, block,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same for up to 2 SIZE rows, Q = [[A, B], [-B^T, C]]: B is unpacked once and read transposed for -B^T."""
-    index = tl.program_id(0)
-    entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    out = _select(first_out, second_out, num_first, index, block * block)
+def _resident_kernel(skew, out, block, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+    """All three steps for some columns of a block, with Q in shared memory."""
+    start = tl.program_id(0).to(tl.int64) * block * block
     rows, inner = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    a = _load_skew(entries, rows, inner, block).to(PRODUCT)
-    b = _load_upper(entries, rows, SIZE + inner, block).to(PRODUCT)
-    c = _load_skew(entries, SIZE + rows, SIZE + inner, block).to(PRODUCT)
-    top, bottom = _load_skew(entries, rows, columns, block), _load_skew(entries, SIZE + rows, columns, block)
-    twice_top, twice_bottom = 2 * top, 2 * bottom
-    for _ in range(3):
-        right_top, right_bottom = top.to(PRODUCT), bottom.to(PRODUCT)
-        top = tl.dot(b, right_bottom, twice_top, input_precision=PRECISION)
-        top = tl.dot(a, right_top, top, input_precision=PRECISION)
-        bottom = tl.dot(tl.trans(b), -right_top, twice_bottom, input_precision=PRECISION)
-        bottom = tl.dot(c, right_bottom, bottom, input_precision=PRECISION)
-    _store_block(out, rows, columns, top, block)
-    _store_block(out, SIZE + rows, columns, bottom, block)
-
-
-@triton.jit
-def _store_block(out, rows, columns, tile, block):
-    """Store a tile of a block, adding its part of the identity."""
-    tile = (tile + (rows == columns).to(tl.float32)).to(out.dtype.element_ty)
-    tl.store(out + rows * block + columns, tile, mask=(rows < block) & (columns < block))
+    q = _load(skew + start, rows, inner, block)
+    w = _load(skew + start, rows, columns, block)
+    twice = 2 * w.to(tl.float32)
+    for _ in range(2):
+        w = tl.dot(q, w, twice, input_precision=PRECISION).to(q.dtype)
+    tile = tl.dot(q, w, twice, input_precision=PRECISION) + (rows == columns).to(tl.float32)
+    _store(out + start, rows, columns, tile, block)
 
 
 @triton.jit
 def _step_kernel(
-    first_entries, second_entries, previous, out,
-    num_first, block,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
+    skew, previous, out, block,
+    LAST: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """One step ``2Q + Q W`` for a tile; W is Q itself in the first step, and the last one adds the identity."""
-    index = tl.program_id(0)
-    entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    start = index.to(tl.int64) * block * block
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    tile = 2 * _load_skew(entries, rows, columns, block)
+    """One step for a tile; the last one adds the identity."""
+    start = tl.program_id(0).to(tl.int64) * block * block
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tile = 2 * _load(skew + start, rows, columns, block).to(tl.float32)
     for inner in range(0, block, INNER):
-        inner_rows, inner_columns = inner + tl.arange(0, INNER)[:, None], inner + tl.arange(0, INNER)[None, :]
-        if FIRST:
-            right = _load_skew(entries, inner_rows, columns, block)
-        else:
-            right = _load(previous + start, inner_rows, columns, block)
-        tile = tl.dot(_load_skew(entries, rows, inner_columns, block), right, tile, input_precision=PRECISION)
+        q = _load(skew + start, rows, inner + tl.arange(0, INNER)[None, :], block)
+        w = _load(previous + start, inner + tl.arange(0, INNER)[:, None], columns, block)
+        tile = tl.dot(q, w, tile, input_precision=PRECISION)
     if LAST:
         tile += (rows == columns).to(tl.float32)
-    out += start + rows * block + columns
-    tl.store(out, tile.to(out.dtype.element_ty), mask=(rows < block) & (columns < block))
+    _store(out + start, rows, columns, tile, block)
+
+
+@triton.jit
+def _load_sum(partials, rows, columns, num_partials, stride, block):
+    """A tile of the sum of partial gradients, added in their order."""
+    tile = _load(partials, rows, columns, block).to(tl.float32)
+    for index in range(1, num_partials):
+        tile += _load(partials + index * stride, rows, columns, block).to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _parts_kernel(partials, k, y, num_partials, num_blocks, block, TILE: tl.constexpr):
+    """A tile of the skew part K and of the symmetric part Y of the block gradient."""
+    start = tl.program_id(0).to(tl.int64) * block * block
+    stride = num_blocks.to(tl.int64) * block * block
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
+    h = _load_sum(partials + start, rows, columns, num_partials, stride, block)
+    h_transposed = _load_sum(partials + start, columns, rows, num_partials, stride, block)
+    _store(k + start, rows, columns, h - h_transposed, block)
+    _store(y + start, rows, columns, h + h_transposed, block)
 
 
 @triton.jit
 def _first_products_kernel(
-    first_entries, second_entries, first_gradient, second_gradient, n, r,
-    num_first, block, PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
+    skew, k, y, n, r, block,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``N = Q K`` and of ``R = Q Y``."""
-    index = tl.program_id(0)
-    entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    gradient = _select(first_gradient, second_gradient, num_first, index, block * block)
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    n_tile = tl.zeros((TILE, TILE), tl.float32)
-    r_tile = tl.zeros((TILE, TILE), tl.float32)
+    start = tl.program_id(0).to(tl.int64) * block * block
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    n_tile = tl.zeros((ROWS, COLUMNS), tl.float32)
+    r_tile = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for inner in range(0, block, INNER):
+        inner_rows = inner + tl.arange(0, INNER)[:, None]
+        q = _load(skew + start, rows, inner + tl.arange(0, INNER)[None, :], block)
+        n_tile = tl.dot(q, _load(k + start, inner_rows, columns, block), n_tile, input_precision=PRECISION)
+        r_tile = tl.dot(q, _load(y + start, inner_rows, columns, block), r_tile, input_precision=PRECISION)
+    _store(n + start, rows, columns, n_tile, block)
+    _store(r + start, rows, columns, r_tile, block)
+
+
+@triton.jit
+def _symmetrized_product(
+    tile, skew, z, rows, columns, block, PRECISION: tl.constexpr, INNER: tl.constexpr, SIGN: tl.constexpr
+):
+    """The tile plus that of ``Q z + SIGN z^T Q``."""
     for inner in range(0, block, INNER):
         inner_rows, inner_columns = inner + tl.arange(0, INNER)[:, None], inner + tl.arange(0, INNER)[None, :]
-        skew = _load_skew(entries, rows, inner_columns, block)
-        h, h_transposed = _load(gradient, inner_rows, columns, block), _load(gradient, columns, inner_rows, block)
-        n_tile = tl.dot(skew, h - h_transposed, n_tile, input_precision=PRECISION)
-        r_tile = tl.dot(skew, h + h_transposed, r_tile, input_precision=PRECISION)
-    offsets = index.to(tl.int64) * block * block + rows * block + columns
-    mask = (rows < block) & (columns < block)
-    tl.store(n + offsets, n_tile, mask=mask)
-    tl.store(r + offsets, r_tile, mask=mask)
+        q = _load(skew, rows, inner_columns, block)
+        tile = tl.dot(q, _load(z, inner_rows, columns, block), tile, input_precision=PRECISION)
+        z_transposed = _load(z, inner_columns, rows, block)
+        # Q is skew: loading it transposed changes its sign.
+        if SIGN == 1:
+            q = _load(skew, inner_rows, columns, block)
+        else:
+            q = _load(skew, columns, inner_rows, block)
+        tile = tl.dot(z_transposed, q, tile, input_precision=PRECISION)
+    return tile
 
 
 @triton.jit
 def _second_products_kernel(
-    first_entries, second_entries, first_gradient, second_gradient, n, r, e,
-    num_first, block, PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
+    skew, y, n, r, z, block,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``E = N - Y - Q R``."""
-    index = tl.program_id(0)
-    entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    gradient = _select(first_gradient, second_gradient, num_first, index, block * block)
-    start = index.to(tl.int64) * block * block
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    product = tl.zeros((TILE, TILE), tl.float32)
-    for inner in range(0, block, INNER):
-        inner_rows, inner_columns = inner + tl.arange(0, INNER)[:, None], inner + tl.arange(0, INNER)[None, :]
-        skew = _load_skew(entries, rows, inner_columns, block)
-        product = tl.dot(skew, _load(r + start, inner_rows, columns, block), product, input_precision=PRECISION)
-    symmetric = _load(gradient, rows, columns, block) + _load(gradient, columns, rows, block)
-    tile = _load(n + start, rows, columns, block) - symmetric - product
-    tl.store(e + start + rows * block + columns, tile, mask=(rows < block) & (columns < block))
+    """A tile of ``Z = 2N + N^T - 2Y - (Q R - R^T Q)``."""
+    start = tl.program_id(0).to(tl.int64) * block * block
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    product = _symmetrized_product(product, skew + start, r + start, rows, columns, block, PRECISION, INNER, -1)
+    tile = _load(n + start, columns, rows, block).to(tl.float32) - product
+    tile += 2 * _load(n + start, rows, columns, block).to(tl.float32)
+    tile -= 2 * _load(y + start, rows, columns, block).to(tl.float32)
+    _store(z + start, rows, columns, tile, block)
 
 
 @triton.jit
 def _packed_gradient_kernel(
-    first_entries, second_entries, first_gradient, second_gradient, n, e, first_out, second_out,
-    num_first, block, PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
+    skew, z, partials, first_out, second_out,
+    num_first, num_partials, num_blocks, block,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``2K + F - F^T`` above the diagonal, where ``F = Q Z`` and so ``-F^T = Z^T Q``, Z = E + E^T + N."""
+    """What stands above the diagonal in a tile of ``2K + Q Z + Z^T Q``."""
     index = tl.program_id(0)
-    size = block * (block - 1) // 2
-    entries = _select(first_entries, second_entries, num_first, index, size)
-    gradient = _select(first_gradient, second_gradient, num_first, index, block * block)
-    out = _select(first_out, second_out, num_first, index, size)
-    start = index.to(tl.int64) * block * block
-    n += start
-    e += start
-    if tl.program_id(1) > tl.program_id(2):
+    if tl.program_id(1) * ROWS >= (tl.program_id(2) + 1) * COLUMNS:
         return
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    tile = 2 * (_load(gradient, rows, columns, block) - _load(gradient, columns, rows, block))
-    for inner in range(0, block, INNER):
-        inner_rows, inner_columns = inner + tl.arange(0, INNER)[:, None], inner + tl.arange(0, INNER)[None, :]
-        z = _load(e, inner_rows, columns, block) + _load(e, columns, inner_rows, block)
-        z += _load(n, inner_rows, columns, block)
-        tile = tl.dot(_load_skew(entries, rows, inner_columns, block), z, tile, input_precision=PRECISION)
-        z = _load(e, rows, inner_columns, block) + _load(e, inner_columns, rows, block)
-        z += _load(n, inner_columns, rows, block)
-        tile = tl.dot(z, _load_skew(entries, inner_rows, columns, block), tile, input_precision=PRECISION)
-    out += rows * (2 * block - rows - 1) // 2 + columns - rows - 1
+    start, stride = index.to(tl.int64) * block * block, num_blocks.to(tl.int64) * block * block
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tile = _load_sum(partials + start, rows, columns, num_partials, stride, block)
+    tile = 2 * (tile - _load_sum(partials + start, columns, rows, num_partials, stride, block))
+    tile = _symmetrized_product(tile, skew + start, z + start, rows, columns, block, PRECISION, INNER, 1)
+    out = _select(first_out, second_out, num_first, index, block * (block - 1) // 2)
+    out += (rows * (2 * block - rows - 1) // 2 - rows - 1) + columns
     tl.store(out, tile.to(out.dtype.element_ty), mask=(rows < columns) & (columns < block))
 
 
-def cayley_neumann(entries: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The operation `poetx::cayley_neumann` for one or two rotations, in one launch where their blocks are alike.
+def unpack(entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Dense matrices Q of the given dtype from the packed entries of one or two rotations with equal blocks.
 
-    Products take fp16 operands for 16-bit results and three TF32 products for fp32 ones, and accumulate in fp32.
+    Returns:
+        ``[num_blocks, block, block]``, those of the second rotation after those of the first.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"the GPU kernels give blocks in bf16, fp16 or fp32, not {dtype}: cast the activations")
-    if not _alike(entries):
-        return [cayley_neumann([each], dtype)[0] for each in entries]
-    entries = [aligned(each) for each in entries]
-    block = _block_size(entries[0])
-    outs = [torch.empty(each.shape[0], block, block, dtype=dtype, device=each.device) for each in entries]
-    num_first, total = entries[0].shape[0], sum(each.shape[0] for each in entries)
-    size = max(16, triton.next_power_of_2(block))
-    product, precision = (tl.float32, "tf32x3") if dtype == torch.float32 else (tl.float16, "tf32")
-    if size * size * dtype.itemsize <= _resident_bytes(entries[0]):
-        columns, halved = min(size, 64), size > 128
-        launch(
-            _resident_halves_kernel if halved else _resident_kernel,
-            (total, triton.cdiv(block, columns), 1),
-            (entries[0], entries[-1], outs[0], outs[-1]),
-            (num_first, block),
-            (size // 2 if halved else size, columns, product, precision),
-            num_warps=max(1, min(8, size * columns // 1024)),
-        )
-        return outs
-    out = torch.empty(total, block, block, dtype=dtype, device=entries[0].device)
-    steps = [None, *torch.empty(2, *out.shape, dtype=torch.float32, device=out.device), out]
-    tile = min(size, 64)
-    for step in range(3):
-        launch(
-            _step_kernel,
-            (total, triton.cdiv(block, tile), triton.cdiv(block, tile)),
-            (entries[0], entries[-1], steps[step], steps[step + 1]),
-            (num_first, block),
-            (step == 0, step == 2, precision, tile, min(tile, 32)),
-            num_warps=4,
-        )
-    return list(out.split([each.shape[0] for each in entries]))
+    first, second = aligned(entries[0]), aligned(entries[-1])
+    block = block_size(first)
+    num_first, total = first.shape[0], sum(each.shape[0] for each in entries)
+    skew = torch.empty(total, block, block, dtype=dtype, device=first.device)
+    launch(_unpack_plan(num_first, total, block, first.dtype, dtype, first.device), (first, second, skew))
+    return skew
 
 
-def cayley_neumann_backward(
-    gradients: Sequence[Tensor], entries: Sequence[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """The operation `poetx::cayley_neumann_backward` for one or two rotations, together where their blocks are alike.
+def transform(skew: Tensor) -> Tensor:
+    """Blocks ``I + 2Q + 2Q^2 + 2Q^3 + Q^4`` of dense skew-symmetric matrices Q, in their shape and dtype."""
+    out = torch.empty_like(skew)
+    plans = _transform_plans(*skew.shape[:2], skew.dtype, skew.device)
+    if len(plans) == 1:
+        launch(plans[0], (skew, out))
+        return out
+    first, second = torch.empty_like(skew), torch.empty_like(skew)
+    for plan, tensors in zip(plans, ((skew, skew, first), (skew, first, second), (skew, second, out)), strict=True):
+        launch(plan, tensors)
+    return out
 
-    `dtype` is that of the blocks: 16-bit ones take their gradient in single TF32 products, fp32 ones in three.
+
+def packed_gradient(skew: Tensor, partials: Tensor, entries: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of the packed entries from partial gradients of the blocks.
+
+    Args:
+        skew: as `unpack` returns it for these entries.
+        partials: ``[num_partials, num_blocks, block, block]``, to be summed.
+        entries: of one or two rotations; the results have their shapes and dtypes.
     """
-    if not _alike(entries):
-        pairs = zip(gradients, entries, strict=True)
-        return [cayley_neumann_backward([gradient], [each], dtype)[0] for gradient, each in pairs]
-    entries = [aligned(each) for each in entries]
-    gradients = [aligned(each.contiguous()) for each in gradients]
-    block = _block_size(entries[0])
+    partials = aligned(partials)
     outs = [torch.empty_like(each) for each in entries]
-    num_first, total = entries[0].shape[0], sum(each.shape[0] for each in entries)
-    n, r, e = torch.empty(3, total, block, block, dtype=torch.float32, device=entries[0].device)
-    tile = min(64, max(16, triton.next_power_of_2(block)))
-    tiles = triton.cdiv(block, tile)
-    inputs = (entries[0], entries[-1], gradients[0], gradients[-1])
-    for kernel, scratch in (
-        (_first_products_kernel, (n, r)),
-        (_second_products_kernel, (n, r, e)),
-        (_packed_gradient_kernel, (n, e, outs[0], outs[-1])),
-    ):
-        precision = "tf32x3" if dtype == torch.float32 else "tf32"
-        launch(
-            kernel,
-            (total, tiles, tiles),
-            (*inputs, *scratch),
-            (num_first, block),
-            (precision, tile, min(tile, 32)),
-            num_warps=4,
-        )
+    k, y, n, r, z = torch.empty(5, *skew.shape, dtype=skew.dtype, device=skew.device)
+    parts, first, second, packed = _gradient_plans(
+        *partials.shape[:3], entries[0].shape[0], entries[0].dtype, partials.dtype, skew.dtype, skew.device
+    )
+    launch(parts, (partials, k, y))
+    launch(first, (skew, k, y, n, r))
+    launch(second, (skew, y, n, r, z))
+    launch(packed, (skew, z, partials, outs[0], outs[-1]))
     return outs
 
 
-def _alike(entries: Sequence[Tensor]) -> bool:
-    """Whether these one or two tensors of packed entries can share a launch."""
-    return len(entries) == 1 or (
-        len(entries) == 2 and entries[0].shape[1] == entries[1].shape[1] and entries[0].dtype == entries[1].dtype
-    )
+def cayley_neumann(entries: Tensor, dtype: torch.dtype) -> Tensor:
+    """The operation `poetx::cayley_neumann` for blocks in bf16, fp16 and fp32; arguments and result as there."""
+    return transform(unpack([entries], dtype))
 
 
-def _block_size(entries: Tensor) -> int:
+def cayley_neumann_backward(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
+    """The operation `poetx::cayley_neumann_backward`; arguments and result as there."""
+    return packed_gradient(unpack([entries], dtype), gradient[None], [aligned(entries)])[0]
+
+
+def block_size(entries: Tensor) -> int:
+    """Size of the matrices with these packed entries."""
     return (1 + isqrt(1 + 8 * entries.shape[1])) // 2
 
 
-def _resident_bytes(entries: Tensor) -> int:
-    if not entries.is_cuda:
-        return _SAFE_RESIDENT_BYTES
-    return _RESIDENT_BYTES.get(torch.cuda.get_device_capability(entries.device)[0], _SAFE_RESIDENT_BYTES)
+@lru_cache(1024)
+def _unpack_plan(
+    num_first: int, total: int, block: int, entries_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> Plan:
+    tile = min(64, next_power_of_two(block, 16))
+    tiles = ceil_divide(block, tile)
+    return Plan(_unpack_kernel, (total, tiles, tiles), (num_first, block), (tile,), num_warps=4)
+
+
+@lru_cache(1024)
+def _transform_plans(num_blocks: int, block: int, dtype: torch.dtype, device: torch.device) -> list[Plan]:
+    size = next_power_of_two(block, 16)
+    resident_bytes = _RESIDENT_BYTES_HOPPER if is_hopper(device) else _RESIDENT_BYTES
+    if size * size * dtype.itemsize <= resident_bytes:
+        columns = min(size, 64)
+        grid = (num_blocks, ceil_divide(block, columns), 1)
+        num_warps = max(1, min(8, size * columns // 1024))
+        return [Plan(_resident_kernel, grid, (block,), (size, columns, _precision(dtype)), num_warps)]
+    tiles, grid, options = _tiles(num_blocks, block, dtype, device)
+    return [Plan(_step_kernel, grid, (block,), (last, *tiles), **options) for last in (False, False, True)]
+
+
+@lru_cache(1024)
+def _gradient_plans(
+    num_partials: int, num_blocks: int, block: int, num_first: int,
+    entries_dtype: torch.dtype, partials_dtype: torch.dtype, dtype: torch.dtype, device: torch.device,
+) -> list[Plan]:  # fmt: skip
+    constants, grid, options = _tiles(num_blocks, block, dtype, device)
+    tile = min(64, next_power_of_two(block, 16))
+    squares = (num_blocks, ceil_divide(block, tile), ceil_divide(block, tile))
+    sizes = (num_partials, num_blocks, block)
+    return [
+        Plan(_parts_kernel, squares, sizes, (tile,), num_warps=4),
+        Plan(_first_products_kernel, grid, (block,), constants, **options),
+        Plan(_second_products_kernel, grid, (block,), constants, **options),
+        Plan(_packed_gradient_kernel, grid, (num_first, *sizes), constants, **options),
+    ]
+
+
+def _tiles(
+    num_blocks: int, block: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple, tuple[int, int, int], dict[str, int]]:
+    """Constants, grid and options of the kernels that multiply tile by tile."""
+    size = next_power_of_two(block, 16)
+    tuned = is_hopper(device) and dtype.itemsize == 2
+    rows, columns, inner = (min(size, 128), min(size, 64), min(size, 32)) if tuned else [min(size, 64)] * 2 + [32]
+    inner = min(size, inner)
+    grid = (num_blocks, ceil_divide(block, rows), ceil_divide(block, columns))
+    options = {"num_warps": max(1, min(4, rows * columns // 1024)), "num_stages": 3 if tuned else 2}
+    return (_precision(dtype), rows, columns, inner), grid, options
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Three TF32 products have the accuracy of fp32; 16-bit operands ignore it."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -6,42 +6,49 @@ import torch
 import triton
 from torch import Tensor
 
-# Kernels already compiled, by all that Triton compiles them for: code, device, constants, types and divisibilities.
-_compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+
+class Plan:
+    """How to launch a kernel on tensors of given types and shapes; made once for them and kept, see `launch`.
+
+    Args:
+        kernel: the Triton function, called as ``kernel(*tensors, *integers, *constants)``.
+        grid: numbers of programs.
+        integers: shapes and strides.
+        constants: the compile-time arguments.
+        num_warps: of a program.
+        num_stages: depth of the load pipeline.
+    """
+
+    def __init__(
+        self,
+        kernel: triton.JITFunction,
+        grid: tuple[int, int, int],
+        integers: tuple[int, ...],
+        constants: tuple,
+        num_warps: int,
+        num_stages: int = 1,
+    ) -> None:
+        self.kernel, self.grid = kernel, grid
+        self.arguments = (*integers, *constants)
+        self.options = {"num_warps": num_warps, "num_stages": num_stages}
+        self.compiled: triton.compiler.CompiledKernel | None = None
 
 
-def launch(
-    kernel: triton.JITFunction,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Tensor | None],
-    integers: tuple[int, ...],
-    constants: tuple,
-    num_warps: int,
-    num_stages: int = 1,
-) -> None:
-    """Run `kernel(*tensors, *integers, *constants)` on the GPU of the first tensor.
+def launch(plan: Plan, tensors: Sequence[Tensor | None]) -> None:
+    """Run the plan's kernel on the GPU of the first tensor.
 
-    A kernel compiled before is started directly: Triton's own dispatch would inspect every argument again. The key
-    holds what Triton specializes on, whether an integer is 1 or a multiple of 16; tensors must start at multiples of
-    16 bytes (`aligned`).
+    All launches of a plan must have tensors of the same types on the same GPU, at multiples of 16 bytes (`aligned`):
+    from the second one on the compiled kernel is started directly, where Triton's own dispatch would inspect every
+    argument again.
     """
     device = tensors[0].get_device()
-    key = (
-        id(kernel), device, constants, num_warps, num_stages,
-        *[None if tensor is None else tensor.dtype for tensor in tensors],
-        *[1 if n == 1 else n % 16 == 0 and 16 for n in integers],
-    )  # fmt: skip
-    compiled = _compiled.get(key)
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, grid, tensors, integers, constants, num_warps, num_stages)
-    elif compiled is not None:
-        compiled[grid](*tensors, *integers, *constants)
-    else:
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        compiled = kernel[grid](*tensors, *integers, *constants, **options)
-        if compiled is not None:  # the interpreter returns nothing
-            _compiled[key] = compiled
+            launch(plan, tensors)
+    elif plan.compiled is not None:
+        plan.compiled[plan.grid](*tensors, *plan.arguments)
+    else:  # the interpreter returns nothing, and is asked again every time
+        plan.compiled = plan.kernel[plan.grid](*tensors, *plan.arguments, **plan.options)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -51,9 +58,26 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def ceil_divide(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def next_power_of_two(number: int, least: int = 1) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
 def power_of_two_divisor(*numbers: int) -> int:
     """Largest power of two that divides all numbers."""
     bits = 0
     for number in numbers:
         bits |= number
     return bits & -bits
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether tiles tuned on an H200 fit."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

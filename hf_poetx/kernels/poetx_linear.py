@@ -2,7 +2,7 @@
 
 Each rotation works on row-major activations where its permutation moves whole vectors and on column-major ones where it
 moves single columns (`rotate`). The products with the weight take and give either, so only x, the result and their
-gradients are ever converted.
+gradients are ever converted. Both rotations share launches where their blocks are alike.
 """
 
 from typing import NamedTuple
@@ -10,27 +10,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cayley_neumann import cayley_neumann, cayley_neumann_backward
-from .rotate import moves_vectors, rotate_as_stored, rotation_gradient, with_contiguous_columns, with_contiguous_rows
+from .cayley_neumann import block_size, cayley_neumann, cayley_neumann_backward, packed_gradient, transform, unpack
+from .rotate import (
+    Operands,
+    moves_vectors,
+    rotate_as_stored,
+    rotation_gradients,
+    with_contiguous_columns,
+    with_contiguous_rows,
+)
 
 
 class _Side(NamedTuple):
-    """A rotation with its dense blocks, and the order of the activations that it works on."""
+    """A rotation: its packed entries, dense Q and blocks, and the order of the activations that it works on."""
 
-    blocks: Tensor
+    entries: Tensor
     tail: Tensor | None
     permutation: Tensor
     group: int
+    skew: Tensor
+    blocks: Tensor
+    tail_block: Tensor | None
     row_major: bool
 
     def stored(self, x: Tensor) -> Tensor:
         return with_contiguous_rows(x) if self.row_major else with_contiguous_columns(x)
 
     def apply(self, x: Tensor, transpose: bool = False, bias: Tensor | None = None) -> Tensor:
-        return rotate_as_stored(x, self.blocks, self.tail, self.permutation, self.group, transpose, bias)
+        return rotate_as_stored(x, self.blocks, self.tail_block, self.permutation, self.group, transpose, bias)
 
-    def gradient(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        return rotation_gradient(left, right, self.permutation, self.group, self.blocks.shape[1])
+    def operands(self, left: Tensor, right: Tensor) -> Operands:
+        return Operands(left, right, self.permutation, self.group)
+
+
+class _Layer(NamedTuple):
+    """Both rotations; `skew` holds Q of both where their blocks are alike, else None."""
+
+    side_in: _Side
+    side_out: _Side
+    skew: Tensor | None
 
 
 def forward(
@@ -39,8 +57,8 @@ def forward(
     entries_out: Tensor, tail_out: Tensor | None, permutation_out: Tensor, group_out: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The operation `poetx::linear`; arguments and results as there."""
-    side_in, side_out = _sides(
-        x, entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out
+    side_in, side_out, _ = _layer(
+        x.dtype, (entries_in, tail_in, permutation_in, group_in), (entries_out, tail_out, permutation_out, group_out)
     )
     rotated = side_in.apply(side_in.stored(x))
     inner = _multiply(rotated, weight.to(x.dtype).t(), side_out.row_major)
@@ -57,11 +75,12 @@ def backward(
     """The operation `poetx::linear_backward`; arguments and results as there."""
     needs_x, needs_bias, needs_in, needs_out = needs
     weight = weight.to(x.dtype)
-    side_in, side_out = _sides(
-        x, entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out
+    layer = _layer(
+        x.dtype, (entries_in, tail_in, permutation_in, group_in), (entries_out, tail_out, permutation_out, group_out)
     )
-    results, block_gradients, entries = [], [], []
+    side_in, side_out, _ = layer
     stored_gradient = side_out.stored(gradient)
+    results, trained = [], []
     if needs_in or (needs_out and kept is None):
         x = side_in.stored(x)
     if needs_x or needs_in:
@@ -71,32 +90,40 @@ def backward(
     if needs_bias:
         results.append(gradient.sum(0))
     if needs_in:
-        block_gradients.append(side_in.gradient(x, inner_gradient))
-        entries.append((entries_in, tail_in))
+        trained.append((side_in, side_in.operands(x, inner_gradient)))
     if needs_out:
         if kept is None:
             inner = _multiply(side_in.apply(x), weight.t(), side_out.row_major)
+        elif side_out.row_major:
+            inner = kept.view(gradient.shape)
         else:
-            shape = gradient.shape if side_out.row_major else gradient.t().shape
-            inner = kept.view(shape) if side_out.row_major else kept.view(shape).t()
-        block_gradients.append(side_out.gradient(inner, stored_gradient))
-        entries.append((entries_out, tail_out))
-    return results + _entries_gradients(block_gradients, entries, x.dtype)
+            inner = kept.view(gradient.shape[::-1]).t()
+        trained.append((side_out, side_out.operands(inner, stored_gradient)))
+    return results + _entries_gradients(layer, trained)
 
 
-def _sides(
-    x: Tensor,
-    entries_in: Tensor, tail_in: Tensor | None, permutation_in: Tensor, group_in: int,
-    entries_out: Tensor, tail_out: Tensor | None, permutation_out: Tensor, group_out: int,
-) -> tuple[_Side, _Side]:  # fmt: skip
-    blocks = cayley_neumann([entries_in, entries_out], x.dtype)
-    tails = [None if tail is None else cayley_neumann([tail], x.dtype)[0][0] for tail in (tail_in, tail_out)]
-    return tuple(
-        _Side(each, tail, permutation, group, moves_vectors(x.dtype, group, each.shape[1], permutation.numel()))
-        for each, tail, permutation, group in zip(
-            blocks, tails, (permutation_in, permutation_out), (group_in, group_out), strict=True
-        )
-    )
+def _layer(
+    dtype: torch.dtype,
+    rotation_in: tuple[Tensor, Tensor | None, Tensor, int],
+    rotation_out: tuple[Tensor, Tensor | None, Tensor, int],
+) -> _Layer:
+    """Blocks of both rotations, each given as entries, tail, permutation and group."""
+    entries_in, entries_out = rotation_in[0], rotation_out[0]
+    if entries_in.shape[1] == entries_out.shape[1] and entries_in.dtype == entries_out.dtype:
+        skew = unpack([entries_in, entries_out], dtype)
+        counts = [entries_in.shape[0], entries_out.shape[0]]
+        skews, blocks = skew.split(counts), transform(skew).split(counts)
+    else:
+        skew, skews = None, [unpack([entries], dtype) for entries in (entries_in, entries_out)]
+        blocks = [transform(each) for each in skews]
+    sides = []
+    for (entries, tail, permutation, group), each, block in zip(
+        (rotation_in, rotation_out), skews, blocks, strict=True
+    ):
+        tail_block = None if tail is None else cayley_neumann(tail, dtype)[0]
+        row_major = moves_vectors(dtype, group, each.shape[1], permutation.shape[0])
+        sides.append(_Side(entries, tail, permutation, group, each, block, tail_block, row_major))
+    return _Layer(*sides, skew)
 
 
 def _multiply(x: Tensor, matrix: Tensor, row_major: bool) -> Tensor:
@@ -104,16 +131,18 @@ def _multiply(x: Tensor, matrix: Tensor, row_major: bool) -> Tensor:
     return torch.mm(x, matrix) if row_major else torch.mm(matrix.t(), x.t()).t()
 
 
-def _entries_gradients(
-    block_gradients: list[tuple[Tensor, Tensor]], entries: list[tuple[Tensor, Tensor | None]], dtype: torch.dtype
-) -> list[Tensor]:
+def _entries_gradients(layer: _Layer, trained: list[tuple[_Side, Operands]]) -> list[Tensor]:
     """Gradients of the packed entries of each side that is trained, each followed by its tail's if it has one."""
-    if not entries:
-        return []
-    gradients = cayley_neumann_backward([blocks for blocks, _ in block_gradients], [e for e, _ in entries], dtype)
+    side_in, side_out, skew = layer
+    has_rest = any(side.blocks.shape[0] * side.blocks.shape[1] < side.permutation.shape[0] for side in layer[:2])
+    if len(trained) == 2 and skew is not None and side_in.row_major == side_out.row_major and not has_rest:
+        entries = [side.entries for side, _ in trained]
+        partials, _ = rotation_gradients([operands for _, operands in trained], block_size(entries[0]))
+        return packed_gradient(skew, partials, entries)
     results = []
-    for gradient, (_, tail_gradient), (_, tail) in zip(gradients, block_gradients, entries, strict=True):
-        results.append(gradient)
-        if tail is not None:
-            results += cayley_neumann_backward([tail_gradient[None]], [tail], dtype)
+    for side, operands in trained:
+        partials, tail_partials = rotation_gradients([operands], block_size(side.entries))
+        results += packed_gradient(side.skew, partials, [side.entries])
+        if side.tail is not None:
+            results.append(cayley_neumann_backward(tail_partials.sum(0)[None], side.tail, side.blocks.dtype))
     return results

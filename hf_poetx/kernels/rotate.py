@@ -5,6 +5,8 @@ would ruin the loads of a row-major activation, so such a permutation works on c
 contiguous; `with_contiguous_columns` converts, and products with the weight take and give either order for free.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import aligned, launch, power_of_two_divisor
+from .launch import (
+    Plan,
+    aligned,
+    ceil_divide,
+    is_hopper,
+    launch,
+    next_power_of_two,
+    num_multiprocessors,
+    power_of_two_divisor,
+)
 
 
 class Tiles(NamedTuple):
@@ -25,9 +36,10 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# Measured on an H200 (benchmarks/LOG.md); elsewhere the small tiles fit every GPU and are untuned.
-_PRODUCT_TILES = {9: Tiles(128, 128, 64, 8, 3)}
-_GRADIENT_TILES = {9: Tiles(128, 128, 64, 8, 3)}
+# Measured on an H200 for 16-bit activations (benchmarks/LOG.md); the small tiles fit every GPU and are untuned.
+_RESIDENT_TILES = Tiles(64, 256, 256, 8, 2)
+_PRODUCT_TILES = Tiles(128, 128, 64, 8, 3)
+_GRADIENT_TILES = Tiles(256, 128, 64, 8, 3)
 _SAFE_TILES = Tiles(64, 64, 32, 4, 2)
 # Columns that move together, in bytes, from which on row-major activations load and store in whole vectors.
 _VECTOR_BYTES = 16
@@ -57,7 +69,7 @@ def _rotate_kernel(
     row_start, index = program // programs * ROWS, program % programs
     block, column_start = index // tiles, index % tiles * COLUMNS
     matrix, size = blocks + block.to(tl.int64) * BLOCK * BLOCK, BLOCK
-    if MASKED:
+    if tail is not None:
         if block == num_blocks:
             matrix, size = tail, rest
 
@@ -94,40 +106,95 @@ def _rotate_kernel(
 
 
 @triton.jit
-def _gradient_kernel(
-    left, right, permutation, blocks, tail,
-    tokens, tokens_per_split, num_blocks, rest, row_stride, column_stride,
-    BLOCK: tl.constexpr, CONTIGUITY: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+def _resident_kernel(
+    x, blocks, tail, permutation, bias, out,
+    tokens, tokens_per_program, num_blocks, rest, row_stride, column_stride,
+    BLOCK: tl.constexpr, TRANSPOSE: tl.constexpr, CONTIGUITY: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
+    """The same for many rows, with the whole block in shared memory: the rows are read once and stream by."""
+    # Programs of the same rows follow one another, so that the scattered pieces of a row meet in the cache.
+    block = tl.program_id(0)
+    matrix, size = blocks + block.to(tl.int64) * BLOCK * BLOCK, BLOCK
+    if tail is not None:
+        if block == num_blocks:
+            matrix, size = tail, rest
+    inner = tl.arange(0, SIZE)
+    columns = _columns(permutation, block * BLOCK, inner, size, CONTIGUITY, MASKED)
+    if TRANSPOSE:
+        entries = matrix + inner[None, :] * size + inner[:, None]
+    else:
+        entries = matrix + inner[:, None] * size + inner[None, :]
+    if MASKED:
+        right = tl.load(entries, mask=(inner < size)[:, None] & (inner < size)[None, :], other=0.0)
+    else:
+        right = tl.load(entries)
+    first = tl.program_id(1) * tokens_per_program
+    for start in range(first, tl.minimum(first + tokens_per_program, tokens), ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = rows[:, None] < tokens
+        if MASKED:
+            mask = mask & (inner < size)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * row_stride + columns[None, :] * column_stride
+        product = tl.dot(tl.load(x + offsets, mask=mask, other=0.0), right, input_precision=PRECISION)
+        if bias is not None:
+            product += tl.load(bias + columns, mask=inner < size, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + offsets, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _offsets(tokens, columns, stride, ROW_MAJOR: tl.constexpr, ALIGNED: tl.constexpr, CONTIGUITY: tl.constexpr):
+    """Where elements are; with the promise, hidden behind the choice of a rotation, that neighbors load together."""
+    if ROW_MAJOR:
+        offsets = tokens.to(tl.int64)[:, None] * stride + columns[None, :]
+        if ALIGNED:
+            offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, CONTIGUITY)), (1, CONTIGUITY))
+    else:
+        offsets = tokens[:, None] + columns[None, :] * stride
+        if ALIGNED:
+            offsets = tl.max_contiguous(tl.multiple_of(offsets, (16, 1)), (16, 1))
+    return offsets
+
+
+@triton.jit
+def _gradient_kernel(
+    first_left, first_right, first_permutation, second_left, second_right, second_permutation, blocks, tail,
+    tokens, tokens_per_split, num_first, num_blocks, rest, first_stride, second_stride,
+    BLOCK: tl.constexpr, CONTIGUITY: tl.constexpr, ROW_MAJOR: tl.constexpr, ALIGNED: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A tile of a block's gradient, of one rotation (with a tail, the block after the last) or of two (without)."""
     row_tiles: tl.constexpr = (BLOCK + ROWS - 1) // ROWS
     column_tiles: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
-    program, split = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    block = program // (row_tiles * column_tiles)
-    row_start = program // column_tiles % row_tiles * ROWS
-    column_start = program % column_tiles * COLUMNS
-    matrix, size = blocks + (split * num_blocks + block) * BLOCK * BLOCK, BLOCK
+    program, split = tl.program_id(0), tl.program_id(1)
+    index = program // (row_tiles * column_tiles)
+    matrix, size = blocks + (split.to(tl.int64) * num_blocks + index) * BLOCK * BLOCK, BLOCK
     if MASKED:
-        if block == num_blocks:
-            matrix, size = tail + split * rest * rest, rest
-
-    rows = row_start + tl.arange(0, ROWS)
-    columns = column_start + tl.arange(0, COLUMNS)
-    left_columns = _columns(permutation, block * BLOCK, rows, size, CONTIGUITY, MASKED)
-    right_columns = _columns(permutation, block * BLOCK, columns, size, CONTIGUITY, MASKED)
+        if index == num_blocks:
+            matrix, size = tail + split.to(tl.int64) * rest * rest, rest
+    left, right, permutation, start, stride = first_left, first_right, first_permutation, index * BLOCK, first_stride
+    if second_left is not None:
+        if index >= num_first:
+            left, right, permutation = second_left, second_right, second_permutation
+            start, stride = start - num_first * BLOCK, second_stride
+    rows = program // column_tiles % row_tiles * ROWS + tl.arange(0, ROWS)
+    columns = program % column_tiles * COLUMNS + tl.arange(0, COLUMNS)
+    left_columns = _columns(permutation, start, rows, size, CONTIGUITY, MASKED)
+    right_columns = _columns(permutation, start, columns, size, CONTIGUITY, MASKED)
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     first = split * tokens_per_split
     last = tl.minimum(first + tokens_per_split, tokens)
-    for start in range(first, last, INNER):
-        token = start + tl.arange(0, INNER)
-        in_tokens = token[:, None] < last
-        offsets = token.to(tl.int64)[:, None] * row_stride
+    for token_start in range(first, last, INNER):
+        token = token_start + tl.arange(0, INNER)
+        mask = token[:, None] < last
+        x_offsets = _offsets(token, left_columns, stride, ROW_MAJOR, ALIGNED, CONTIGUITY)
+        y_offsets = _offsets(token, right_columns, stride, ROW_MAJOR, ALIGNED, CONTIGUITY)
         if MASKED:
-            in_left, in_right = in_tokens & (rows < size)[None, :], in_tokens & (columns < size)[None, :]
+            x = tl.load(left + x_offsets, mask=mask & (rows < size)[None, :], other=0.0)
+            y = tl.load(right + y_offsets, mask=mask & (columns < size)[None, :], other=0.0)
         else:
-            in_left, in_right = in_tokens, in_tokens
-        x = tl.load(left + offsets + left_columns[None, :] * column_stride, mask=in_left, other=0.0)
-        y = tl.load(right + offsets + right_columns[None, :] * column_stride, mask=in_right, other=0.0)
+            x = tl.load(left + x_offsets, mask=mask, other=0.0)
+            y = tl.load(right + y_offsets, mask=mask, other=0.0)
         product = tl.dot(tl.trans(x), y, product, input_precision=PRECISION)
     targets = matrix + rows[:, None] * size + columns[None, :]
     if MASKED:
@@ -171,27 +238,18 @@ def rotate_as_stored(
 ) -> Tensor:
     """`rotate` of row-major or column-major x; the result is stored in the same order."""
     _check_dtype(x)
-    tokens, width = x.shape
-    num_blocks, block, _ = blocks.shape
-    x = aligned(x)
+    x, blocks = aligned(x), aligned(blocks)
     out = torch.empty_like(x)
     if x.numel() == 0:
         return out
-    rest = width - num_blocks * block
+    rest = x.shape[1] - blocks.shape[0] * blocks.shape[1]
     if rest and tail is None:
         tail = torch.eye(rest, dtype=x.dtype, device=x.device)
-    tiles = _fit(_tiles(x, _PRODUCT_TILES), tokens, block, block)
-    masked = rest > 0 or block % tiles.columns > 0 or block % tiles.inner > 0
-    programs = triton.cdiv(tokens, tiles.rows) * triton.cdiv(block, tiles.columns) * (num_blocks + (rest > 0))
-    launch(
-        _rotate_kernel,
-        (programs, 1, 1),
-        (x, aligned(blocks), tail, permutation, bias, out),
-        (tokens, num_blocks, rest, *x.stride()),
-        (block, transpose, _contiguity(permutation_group, block, width), masked, _precision(x), *tiles[:3]),
-        tiles.num_warps,
-        tiles.num_stages,
-    )
+    plan = _rotate_plan(
+        x.shape, x.stride(), blocks.shape, permutation_group, transpose, None if bias is None else bias.dtype,
+        x.dtype, x.device, torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    launch(plan, (x, blocks, tail, permutation, bias, out))
     return out
 
 
@@ -199,32 +257,43 @@ def rotation_gradient(
     left: Tensor, right: Tensor, permutation: Tensor, permutation_group: int, block: int
 ) -> tuple[Tensor, Tensor]:
     """The operation `poetx::rotation_gradient` for bf16, fp16 and fp32; arguments and result as there."""
-    _check_dtype(left)
-    convert = (
-        with_contiguous_rows
-        if moves_vectors(left.dtype, permutation_group, block, left.shape[1])
-        else with_contiguous_columns
-    )
-    left, right = aligned(convert(left)), aligned(convert(right))
-    tokens, width = left.shape
-    num_blocks, rest = divmod(width, block)
-    tiles = _fit(_tiles(left, _GRADIENT_TILES), block, block, tokens)
-    masked = rest > 0 or block % tiles.rows > 0 or block % tiles.columns > 0
-    programs = triton.cdiv(block, tiles.rows) * triton.cdiv(block, tiles.columns) * (num_blocks + (rest > 0))
-    splits, tokens_per_split = _split(programs, tokens, tiles.inner)
-    blocks = torch.empty(splits, num_blocks, block, block, dtype=torch.float32, device=left.device)
-    tail = torch.empty(splits, rest, rest, dtype=torch.float32, device=left.device)
-    launch(
-        _gradient_kernel,
-        (programs, splits, 1),
-        (left, right, permutation, blocks, tail),
-        (tokens, tokens_per_split, num_blocks, rest, *left.stride()),
-        (block, _contiguity(permutation_group, block, width), masked, _precision(left), *tiles[:3]),
-        tiles.num_warps,
-        tiles.num_stages,
-    )
-    # Partial sums are added in a fixed order, so the result does not depend on which program finished first.
-    return (blocks[0], tail[0]) if splits == 1 else (blocks.sum(0), tail.sum(0))
+    if moves_vectors(left.dtype, permutation_group, block, left.shape[1]):
+        left, right = with_contiguous_rows(left), with_contiguous_rows(right)
+    else:
+        left, right = with_contiguous_columns(left), with_contiguous_columns(right)
+    blocks, tail = rotation_gradients([Operands(left, right, permutation, permutation_group)], block)
+    return (blocks[0], tail[0]) if blocks.shape[0] == 1 else (blocks.sum(0), tail.sum(0))
+
+
+class Operands(NamedTuple):
+    """What the gradient of a rotation is made of: see `rotation_gradient`. Both activations are stored alike."""
+
+    left: Tensor
+    right: Tensor
+    permutation: Tensor
+    permutation_group: int
+
+
+def rotation_gradients(rotations: Sequence[Operands], block: int) -> tuple[Tensor, Tensor]:
+    """Partial gradients of one rotation, or of two without tail and with activations stored alike, in one launch.
+
+    Returns:
+        ``[num_partials, num_blocks, block, block]`` and ``[num_partials, rest, rest]`` in fp32, to be summed over the
+        partials; the blocks of the second rotation follow those of the first. The order of summation is fixed, so the
+        gradient does not depend on which program finishes first.
+    """
+    first = rotations[0]
+    second = rotations[1] if len(rotations) == 2 else Operands(None, None, None, 1)
+    _check_dtype(first.left)
+    tensors = [t if t is None else aligned(t) for t in (*first[:3], *second[:3])]
+    plan, shape, tail_shape = _gradient_plan(
+        tuple((each.left.shape, tensors[3 * i].stride(), each.permutation_group) for i, each in enumerate(rotations)),
+        block, first.left.dtype, first.left.device, torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    blocks = torch.empty(shape, dtype=torch.float32, device=first.left.device)
+    tail = torch.empty(tail_shape, dtype=torch.float32, device=first.left.device)
+    launch(plan, (*tensors, blocks, tail))
+    return blocks, tail
 
 
 def with_contiguous_columns(x: Tensor) -> Tensor:
@@ -240,11 +309,9 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
 def _transposed(x: Tensor) -> Tensor:
     """A new row-major tensor with the values of ``x.t()``, at nearly the speed of a copy."""
     x = aligned(x.contiguous())
-    rows, columns = x.shape
-    out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)
     if x.numel():
-        grid = (triton.cdiv(columns, 64), triton.cdiv(rows, 64), 1)
-        launch(_transpose_kernel, grid, (x, out), (rows, columns), (64,), num_warps=4)
+        launch(_transpose_plan(x.shape, x.dtype, x.device), (x, out))
     return out
 
 
@@ -263,25 +330,83 @@ def _check_dtype(x: Tensor) -> None:
         raise TypeError(f"the rotation's GPU kernels compute in bf16, fp16 or fp32, not {x.dtype}: cast x")
 
 
-def _precision(x: Tensor) -> str:
+@lru_cache(4096)
+def _rotate_plan(
+    shape: torch.Size, stride: tuple[int, int], blocks_shape: torch.Size, permutation_group: int, transpose: bool,
+    bias_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device, matmul_precision: str,
+) -> Plan:  # fmt: skip
+    (tokens, width), (num_blocks, block, _) = shape, blocks_shape
+    rest = width - num_blocks * block
+    constants = (block, transpose, _contiguity(permutation_group, block, width))
+    precision = _precision(matmul_precision)
+    size = next_power_of_two(block, 16)
+    if dtype.itemsize == 2 and size <= _RESIDENT_TILES.inner and is_hopper(device):
+        tiles = _fit(_RESIDENT_TILES, tokens, size, size)
+        programs = num_blocks + (rest > 0)
+        row_tiles = ceil_divide(tokens, tiles.rows)
+        splits = min(row_tiles, max(1, num_multiprocessors(device) // programs))
+        tokens_per_program = ceil_divide(row_tiles, splits) * tiles.rows
+        grid = (programs, ceil_divide(tokens, tokens_per_program), 1)
+        integers = (tokens, tokens_per_program, num_blocks, rest, *stride)
+        constants = (*constants, rest > 0 or size != block, precision, tiles.rows, size)
+        return Plan(_resident_kernel, grid, integers, constants, *tiles[3:])
+    tiles = _fit(_PRODUCT_TILES if dtype.itemsize == 2 and is_hopper(device) else _SAFE_TILES, tokens, size, size)
+    masked = rest > 0 or block % tiles.columns > 0 or block % tiles.inner > 0
+    programs = ceil_divide(tokens, tiles.rows) * ceil_divide(block, tiles.columns) * (num_blocks + (rest > 0))
+    integers = (tokens, num_blocks, rest, *stride)
+    return Plan(_rotate_kernel, (programs, 1, 1), integers, (*constants, masked, precision, *tiles[:3]), *tiles[3:])
+
+
+@lru_cache(4096)
+def _gradient_plan(
+    rotations: tuple[tuple[torch.Size, tuple[int, int], int], ...],
+    block: int, dtype: torch.dtype, device: torch.device, matmul_precision: str,
+) -> tuple[Plan, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """The plan and the shapes of its results."""
+    tokens = rotations[0][0][0]
+    counts = [shape[1] // block for shape, _, _ in rotations]
+    rest = rotations[0][0][1] % block if len(rotations) == 1 else 0
+    strides = [max(stride) for _, stride, _ in rotations]
+    contiguity = min(_contiguity(group, block, shape[1]) for shape, _, group in rotations)
+    row_major = rotations[0][1][1] == 1
+    aligned_rows = all(stride * dtype.itemsize % 16 == 0 for stride in strides)
+    tuned = dtype.itemsize == 2 and is_hopper(device)
+    tiles = _fit(_GRADIENT_TILES if tuned else _SAFE_TILES, block, block, tokens)
+    masked = rest > 0 or block % tiles.rows > 0 or block % tiles.columns > 0
+    per_block = ceil_divide(block, tiles.rows) * ceil_divide(block, tiles.columns)
+    programs = per_block * (sum(counts) + (rest > 0))
+    splits, tokens_per_split = _split(programs, tokens, tiles.inner, num_multiprocessors(device))
+    integers = (tokens, tokens_per_split, counts[0], sum(counts), rest, strides[0], strides[-1])
+    constants = (block, contiguity, row_major, aligned_rows, masked, _precision(matmul_precision), *tiles[:3])
+    plan = Plan(_gradient_kernel, (programs, splits, 1), integers, constants, *tiles[3:])
+    return plan, (splits, sum(counts), block, block), (splits, rest, rest)
+
+
+@lru_cache(4096)
+def _transpose_plan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Plan:
+    rows, columns = shape
+    grid = (ceil_divide(columns, 64), ceil_divide(rows, 64), 1)
+    return Plan(_transpose_kernel, grid, (rows, columns), (64,), num_warps=4)
+
+
+def _precision(matmul_precision: str) -> str:
     """Products of fp32 follow PyTorch's own switch; three TF32 products give the accuracy of fp32."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-def _tiles(x: Tensor, tuned: dict[int, Tiles]) -> Tiles:
-    if x.is_cuda and x.element_size() == 2:
-        return tuned.get(torch.cuda.get_device_capability(x.device)[0], _SAFE_TILES)
-    return _SAFE_TILES
+    return "tf32x3" if matmul_precision == "highest" else "tf32"
 
 
 def _fit(tiles: Tiles, rows: int, columns: int, inner: int) -> Tiles:
     """Tiles no larger than the problem, but no smaller than the matrix units' 16."""
-    fit = [min(t, max(16, triton.next_power_of_2(n))) for t, n in zip(tiles, (rows, columns, inner), strict=False)]
-    return Tiles(*fit, tiles.num_warps, tiles.num_stages)
+    fit = [min(tile, next_power_of_two(n, 16)) for tile, n in zip(tiles[:3], (rows, columns, inner), strict=True)]
+    return Tiles(*fit, *tiles[3:])
 
 
-def _split(programs: int, tokens: int, inner: int) -> tuple[int, int]:
-    """Into how many parts to split the tokens, and the tokens of each: few blocks and many tokens need more programs."""
-    splits = max(1, min(128 // programs, tokens // 4096))
-    tokens_per_split = triton.cdiv(triton.cdiv(tokens, splits), inner) * inner
-    return max(1, triton.cdiv(tokens, tokens_per_split)) if tokens else 1, max(tokens_per_split, inner)
+def _split(programs: int, tokens: int, inner: int, num_multiprocessors: int) -> tuple[int, int]:
+    """Into how many parts to split the tokens, and the tokens of each, so that all multiprocessors have work."""
+    parts = ceil_divide(tokens, inner)
+    # The time is that of the rounds of programs, each shorter by the split; a partial gradient costs a little too.
+    costs = {
+        n: (ceil_divide(programs * n, num_multiprocessors) / n + 0.05 * n, n) for n in range(1, min(8, parts) + 1)
+    }
+    splits = min(costs.values(), default=(0, 1))[1]
+    tokens_per_split = max(1, ceil_divide(parts, splits)) * inner
+    return max(1, ceil_divide(tokens, tokens_per_split)), tokens_per_split

@@ -49,7 +49,7 @@ def _(entries: Tensor, dtype: torch.dtype) -> Tensor:
         return cayley_neumann._init_fn(entries, dtype)
     from ..kernels.cayley_neumann import cayley_neumann as launch
 
-    return launch([entries], dtype)[0]
+    return launch(entries, dtype)
 
 
 @torch.library.custom_op("poetx::cayley_neumann_backward", mutates_args=(), device_types="cpu")
@@ -87,7 +87,7 @@ def _(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
         return cayley_neumann_backward._init_fn(gradient, entries, dtype)
     from ..kernels.cayley_neumann import cayley_neumann_backward as launch
 
-    return launch([gradient], [entries], dtype)[0]
+    return launch(gradient, entries, dtype)
 
 
 def _accumulation_dtype(entries: Tensor) -> torch.dtype:

@@ -30,7 +30,7 @@ def make(width, block, group, tokens, dtype):
 
 
 def nan_filled(*shape, **options):
-    return torch.full(shape, float("nan"), **options)
+    return torch.full(torch.Size(shape[0] if isinstance(shape[0], tuple) else shape), float("nan"), **options)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -64,16 +64,30 @@ def test_gradient_of_the_blocks_is_as_accurate_as_the_cpu(shape, dtype, kernel_d
 def test_gradient_split_over_tokens_equals_the_unsplit_one(kernel_device, monkeypatch):
     left, _, _, permutation = make(40, 16, 8, 200, torch.float32)
     right = torch.randn_like(left)
-    arguments = (*to((left, right, permutation), kernel_device), 8, 16)
-    monkeypatch.setattr(kernels, "_split", lambda programs, tokens, inner: (3, 96))
-    found = kernels.rotation_gradient(*arguments)
+    monkeypatch.setattr(kernels, "_split", lambda *arguments: (3, 96))
+    kernels._gradient_plan.cache_clear()
+    found = kernels.rotation_gradient(*to((left, right, permutation), kernel_device), 8, 16)
+    kernels._gradient_plan.cache_clear()
     for each, expected in zip(found, reference_gradient(left, right, permutation, 8, 16), strict=True):
         torch.testing.assert_close(each.cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("groups", [(16, 16), (1, 1), (8, 16)], ids=str)
+def test_gradients_of_two_rotations_in_one_launch_equal_those_apart(groups, kernel_device):
+    rotations, expected = [], []
+    for width, group in zip((96, 64), groups, strict=True):
+        left, *_, permutation = to(make(width, 32, group, 50, torch.float32), kernel_device)
+        right = torch.randn_like(left)
+        expected.append(reference_gradient(left.cpu(), right.cpu(), permutation.cpu(), group, 32)[0])
+        store = kernels.with_contiguous_columns if group == 1 else kernels.with_contiguous_rows
+        rotations.append(kernels.Operands(store(left), store(right), permutation, group))
+    partials, _ = kernels.rotation_gradients(rotations, 32)
+    torch.testing.assert_close(partials.sum(0).cpu(), torch.cat(expected), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("programs, tokens", [(4, 0), (4, 100), (4, 100_000), (128, 100_000), (500, 8192)])
 def test_splits_cover_all_tokens_and_none_is_empty(programs, tokens):
-    splits, tokens_per_split = kernels._split(programs, tokens, 64)
+    splits, tokens_per_split = kernels._split(programs, tokens, 64, 132)
     assert splits * tokens_per_split >= tokens
     assert tokens == 0 or (splits - 1) * tokens_per_split < tokens
 

@@ -1,0 +1,109 @@
+"""Interleaved measurements: all contestants run in every round of one process, so ratios share the machine's state."""
+
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def measure(
+    contestants: dict[str, Callable[[], object]], baseline: str, rounds: int = 12, seconds: float = 0.02
+) -> dict:
+    """Time contestants back to back, in turn, and give each one's ratio to the baseline of the same round.
+
+    Args:
+        contestants: what to call, by name.
+        baseline: name of the contestant that the ratios are to.
+        rounds: at least 10, so that the quantiles mean something.
+        seconds: how long a contestant runs in each round, at least 3 calls.
+
+    Returns:
+        By name: `milliseconds`, `ratio`, `ratio_20` and `ratio_80` (median and quantiles over the rounds), and
+        `peak_bytes`, the most memory allocated during a call beyond what was allocated before it.
+    """
+    calls = {name: max(3, round(seconds / _time(call, 5) * 1e3)) for name, call in contestants.items()}
+    times = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, call in contestants.items():
+            times[name].append(_time(call, calls[name]))
+    result = {}
+    for name, call in contestants.items():
+        ratios = torch.tensor(times[name]) / torch.tensor(times[baseline])
+        low, median, high = ratios.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+        result[name] = {
+            "milliseconds": torch.tensor(times[name]).median().item(),
+            "ratio": median,
+            "ratio_20": low,
+            "ratio_80": high,
+            "peak_bytes": _peak_bytes(call),
+        }
+    return result
+
+
+def graph(call: Callable[[], object]) -> Callable[[], object]:
+    """The same work replayed from a CUDA graph: what is left without the host's part."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        call()
+    return captured.replay
+
+
+def environment() -> dict:
+    """What a figure depends on: GPU, driver, versions, commit, command and date."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    commit = os.environ.get("BENCHMARK_COMMIT") or _output(["git", "rev-parse", "HEAD"])
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": _output(query).splitlines()[0],
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def write(name: str, results: object, folder: Path | None = None) -> None:
+    """Write results with the environment to `benchmarks/results/NAME.json`, or below the folder given."""
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"environment": environment(), "results": results}
+    (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _time(call: Callable[[], object], repeats: int) -> float:
+    """Milliseconds a call, of `repeats` calls back to back."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def _peak_bytes(call: Callable[[], object]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
