@@ -13,6 +13,8 @@ Whatever error bits accompany a parameter that was changed from outside, they mo
 Source: FlashOptim (2026), equations 1 and 2 and algorithm 1, here in integer arithmetic.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,10 +29,12 @@ def split_master_weight(master: Tensor, dtype: torch.dtype, error_dtype: torch.d
     """Split an fp32 master weight into a parameter of ``dtype`` (bf16 or fp16) and int8 or int16 error bits."""
     if dtype == torch.float16:
         return _split_fp16(master, error_dtype)
-    bits = _upper_bits(master.view(torch.int32), error_dtype)
+    ordinary = _is_ordinary(master)
+    bits = _upper_bits(master.view(torch.int32), error_dtype, ordinary)
     narrow = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
-    errors = _bf16_error_bits(bits, narrow, error_dtype)
-    if not torch.isfinite(master.sum()):  # rare, and much cheaper to ask than to mask every element
+    # bits - (narrow << 16) is what the lower half of the bits means as a signed number.
+    errors = bits.bitwise_right_shift(16 - _error_width(error_dtype)).to(error_dtype)
+    if not ordinary:
         narrow.masked_fill_(master.isnan(), _BF16_NAN_BITS)
         errors.masked_fill_(master.isfinite().logical_not_(), 0)
     return narrow.view(torch.bfloat16), errors
@@ -44,9 +48,8 @@ def compute_error_bits(master: Tensor, narrow: Tensor, error_dtype: torch.dtype)
     if narrow.dtype == torch.float16:
         errors = _fp16_error(master, narrow, error_dtype)
         return errors.nan_to_num_(0.0).clamp_(max=torch.iinfo(error_dtype).max).to(error_dtype)
-    errors = _bf16_error_bits(
-        _upper_bits(master.view(torch.int32), error_dtype), narrow.view(torch.int16), error_dtype
-    )
+    bits = _upper_bits(master.view(torch.int32), error_dtype, _is_ordinary(master))
+    errors = _bf16_error_bits(bits, narrow.view(torch.int16), error_dtype)
     return errors.masked_fill_(master.isfinite().logical_not_(), 0)
 
 
@@ -56,21 +59,32 @@ def reconstruct_master_weight(narrow: Tensor, errors: Tensor) -> Tensor:
         steps = errors.to(torch.float32).mul_(_power_of_two(narrow, -_error_width(errors.dtype)))
         return steps.add_(narrow)
     bits = narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    step = 1 << (16 - _error_width(errors.dtype))
+    master = bits.add(errors, alpha=step).view(torch.float32)
+    if _is_ordinary(master):
+        return master
+    # A parameter set to 0 from outside beside negative error bits has borrowed from the sign bit, which gave NaN.
     sign = bits & _SIGN_BIT
-    magnitude = bits.bitwise_xor_(sign)
-    magnitude.add_(errors, alpha=1 << (16 - _error_width(errors.dtype)))
-    # A parameter set to 0 from outside beside negative error bits must not borrow from the sign bit.
+    magnitude = bits.bitwise_xor_(sign).add_(errors, alpha=step)
     return magnitude.clamp_(min=0).bitwise_or_(sign).view(torch.float32)
+
+
+def _is_ordinary(values: Tensor) -> bool:
+    """Whether there is no NaN, inf, or number near fp32's largest: one cheap question that spares many masks."""
+    flat = values.reshape(-1)
+    return math.isfinite(torch.dot(flat, flat))
 
 
 def _error_width(error_dtype: torch.dtype) -> int:
     return torch.iinfo(error_dtype).bits
 
 
-def _upper_bits(bits: Tensor, error_dtype: torch.dtype) -> Tensor:
+def _upper_bits(bits: Tensor, error_dtype: torch.dtype, ordinary: bool) -> Tensor:
     """Bit pattern of the master rounded to what parameter and error bits can hold together."""
     if error_dtype == torch.int16:
         return bits
+    if ordinary:
+        return (bits + 0x80).bitwise_and_(~0xFF)
     # Rounding up from the last 24-bit number below inf would make it inf: those magnitudes are truncated instead.
     room = (bits & 0x7FFFFFFF).sub_(_INF_BITS - 0x80).bitwise_right_shift_(31)
     return room.bitwise_and_(0x80).add_(bits).bitwise_and_(~0xFF)
