@@ -30,10 +30,14 @@ def split_master_weight(master: Tensor, dtype: torch.dtype, error_dtype: torch.d
     if dtype == torch.float16:
         return _split_fp16(master, error_dtype)
     ordinary = _is_ordinary(master)
-    bits = _upper_bits(master.view(torch.int32), error_dtype, ordinary)
-    narrow = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
-    # bits - (narrow << 16) is what the lower half of the bits means as a signed number.
-    errors = bits.bitwise_right_shift(16 - _error_width(error_dtype)).to(error_dtype)
+    bits = master.view(torch.int32)
+    if error_dtype == torch.int8:
+        upper = _upper_24_bits(bits, ordinary)
+        errors = upper.to(torch.int8)  # upper - (narrow << 8) is its lowest byte as a signed number
+        narrow = upper.add_(0x80).bitwise_right_shift_(8).to(torch.int16)
+    else:
+        errors = bits.to(torch.int16)  # likewise, the lower half
+        narrow = (bits + 0x8000).bitwise_right_shift_(16).to(torch.int16)
     if not ordinary:
         narrow.masked_fill_(master.isnan(), _BF16_NAN_BITS)
         errors.masked_fill_(master.isfinite().logical_not_(), 0)
@@ -48,8 +52,14 @@ def compute_error_bits(master: Tensor, narrow: Tensor, error_dtype: torch.dtype)
     if narrow.dtype == torch.float16:
         errors = _fp16_error(master, narrow, error_dtype)
         return errors.nan_to_num_(0.0).clamp_(max=torch.iinfo(error_dtype).max).to(error_dtype)
-    bits = _upper_bits(master.view(torch.int32), error_dtype, _is_ordinary(master))
-    errors = _bf16_error_bits(bits, narrow.view(torch.int16), error_dtype)
+    bits = master.view(torch.int32)
+    narrow_bits = narrow.view(torch.int16).to(torch.int32)
+    if error_dtype == torch.int8:
+        errors = _upper_24_bits(bits, ordinary=False).sub_(narrow_bits.bitwise_left_shift_(8))
+    else:
+        errors = bits - narrow_bits.bitwise_left_shift_(16)
+    limits = torch.iinfo(error_dtype)
+    errors = errors.clamp_(limits.min, limits.max).to(error_dtype)
     return errors.masked_fill_(master.isfinite().logical_not_(), 0)
 
 
@@ -60,10 +70,11 @@ def reconstruct_master_weight(narrow: Tensor, errors: Tensor) -> Tensor:
         return steps.add_(narrow)
     bits = narrow.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     step = 1 << (16 - _error_width(errors.dtype))
-    master = bits.add(errors, alpha=step).view(torch.float32)
+    master = bits.add_(errors, alpha=step).view(torch.float32)
     if _is_ordinary(master):
         return master
     # A parameter set to 0 from outside beside negative error bits has borrowed from the sign bit, which gave NaN.
+    bits.sub_(errors, alpha=step)
     sign = bits & _SIGN_BIT
     magnitude = bits.bitwise_xor_(sign).add_(errors, alpha=step)
     return magnitude.clamp_(min=0).bitwise_or_(sign).view(torch.float32)
@@ -79,22 +90,13 @@ def _error_width(error_dtype: torch.dtype) -> int:
     return torch.iinfo(error_dtype).bits
 
 
-def _upper_bits(bits: Tensor, error_dtype: torch.dtype, ordinary: bool) -> Tensor:
-    """Bit pattern of the master rounded to what parameter and error bits can hold together."""
-    if error_dtype == torch.int16:
-        return bits
+def _upper_24_bits(bits: Tensor, ordinary: bool) -> Tensor:
+    """The upper 24 bits of fp32 bit patterns, rounded to nearest, ties away from zero, but never up to inf."""
     if ordinary:
-        return (bits + 0x80).bitwise_and_(~0xFF)
+        return (bits + 0x80).bitwise_right_shift_(8)
     # Rounding up from the last 24-bit number below inf would make it inf: those magnitudes are truncated instead.
     room = (bits & 0x7FFFFFFF).sub_(_INF_BITS - 0x80).bitwise_right_shift_(31)
-    return room.bitwise_and_(0x80).add_(bits).bitwise_and_(~0xFF)
-
-
-def _bf16_error_bits(bits: Tensor, narrow_bits: Tensor, error_dtype: torch.dtype) -> Tensor:
-    errors = narrow_bits.to(torch.int32).bitwise_left_shift_(16).neg_().add_(bits)
-    errors.bitwise_right_shift_(16 - _error_width(error_dtype))
-    limits = torch.iinfo(error_dtype)
-    return errors.clamp_(limits.min, limits.max).to(error_dtype)
+    return room.bitwise_and_(0x80).add_(bits).bitwise_right_shift_(8)
 
 
 def _split_fp16(master: Tensor, error_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
