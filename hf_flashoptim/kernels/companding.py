@@ -6,11 +6,11 @@ A scale is loaded and stored as the bit pattern of its bf16 (int16) and handled 
 import triton
 import triton.language as tl
 
-ABS_MASK = tl.constexpr(0x7FFFFFFF)
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
+SMALLEST = tl.constexpr(1.1754943508222875e-38)
 SMALLEST_BITS = tl.constexpr(0x00800000)
-LARGEST_BF16_BITS = tl.constexpr(0x7F7F0000)
+LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # Adding it leaves a number below 2^22 rounded to nearest, ties to even, in the low bits of the sum.
 ROUNDING_SHIFT = tl.constexpr(12582912.0)
@@ -37,36 +37,47 @@ def bf16_bits(values):
 
 
 @triton.jit
-def group_scale(largest_bits):
-    """Scales of groups whose largest magnitudes have these bit patterns, which keep their order and that of NaN."""
-    bounded = tl.minimum(tl.maximum(largest_bits, SMALLEST_BITS), LARGEST_BF16_BITS)
-    rounded = (bounded + 0x7FFF + ((bounded >> 16) & 1)) & -0x10000
-    return value_of(tl.where(largest_bits < INF_BITS, rounded, NAN_BITS))
+def group_scale(largest):
+    """Scales of groups with these largest magnitudes: rounded to bf16, in its normal range, NaN where not finite."""
+    bits = bits_of(tl.minimum(tl.maximum(largest, SMALLEST), LARGEST_BF16))
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    return value_of(tl.where(largest <= LARGEST, rounded, NAN_BITS))
+
+
+@triton.jit
+def reciprocal(values):
+    """``1 / values`` of normal numbers, correctly rounded but for rare cases, in half of a division's instructions."""
+    root = tl.rsqrt(values)
+    approximate = root * root
+    return tl.fma(tl.fma(values, -approximate, 1.0), approximate, approximate)
+
+
+@triton.jit
+def divide(numerator, negative_denominator):
+    """``numerator / -negative_denominator``, for denominators between 1 and 254 that are no smaller than the numerator.
+
+    Correctly rounded for everything that codes are made of and decoded to (a test on the GPU tries it all), in 5
+    instructions; Triton's division takes 8.
+    """
+    approximate = tl.rsqrt(negative_denominator * negative_denominator)
+    quotient = numerator * approximate
+    return tl.fma(tl.fma(negative_denominator, quotient, numerator), approximate, quotient)
 
 
 @triton.jit
 def decode_first_moment(codes, scale):
     """``scale * z / (2 - |z|)`` with ``z = codes / 127``."""
     z = codes.to(tl.float32)
-    denominator = 254.0 - tl.abs(z)
-    # Triton divides in 8 instructions. This takes 5 and rounds correctly for all 255 codes (tested on the GPU).
-    reciprocal = tl.rsqrt(denominator * denominator)
-    quotient = z * reciprocal
-    quotient = tl.fma(tl.fma(-denominator, quotient, z), reciprocal, quotient)
-    return quotient * scale[:, None]
+    return divide(z, tl.abs(z) - 254.0) * scale[:, None]
 
 
 @triton.jit
 def encode_first_moment(values):
     """Codes ``round(127 * 2x / (1 + |x|))`` with ``x = values / scale``, and the scales."""
-    scale = group_scale(tl.max(bits_of(values) & ABS_MASK, axis=1))
-    x = values * tl.div_rn(1.0, scale)[:, None]
-    denominator = 1.0 + tl.abs(x)
-    reciprocal = tl.rsqrt(denominator * denominator)
-    reciprocal = tl.fma(tl.fma(-denominator, reciprocal, 1.0), reciprocal, reciprocal)
-    signed_factor = value_of((bits_of(x) & ~ABS_MASK) | 0x437E0000)  # 254 with the sign of x
-    codes = bits_of((1.0 - reciprocal) * signed_factor + ROUNDING_SHIFT)
-    return codes.to(tl.int8), scale
+    scale = group_scale(tl.reduce(tl.abs(values), 1, _larger))
+    x = values * reciprocal(scale)[:, None]
+    codes = divide(x, -1.0 - tl.abs(x)) * 254.0
+    return bits_of(codes + ROUNDING_SHIFT).to(tl.int8), scale
 
 
 @triton.jit
@@ -76,23 +87,28 @@ def decode_second_moment(codes, scale):
 
 
 @triton.jit
-def encode_second_moment(root):
-    """Codes ``round(255 * root / scale)``, at least 1 where the root is not 0, and the scales."""
-    scale = group_scale(tl.max(bits_of(root), axis=1))
-    codes = root * tl.div_rn(1.0, scale)[:, None] * 255.0
+def encode_second_moment(root, unit):
+    """Codes ``round(255 * root / scale)``, at least 1 where the root is not 0, and the scales.
+
+    ``root`` is given in units ``[groups]``, powers of 2 near the groups' largest roots.
+    """
+    scale = group_scale(tl.reduce(root, 1, _larger) * unit)
+    codes = root * (reciprocal(scale) * unit * 255.0)[:, None]
     codes = tl.where(root > 0.0, tl.maximum(tl.minimum(codes, 255.0), 1.0), 0.0)
     return bits_of(codes + ROUNDING_SHIFT).to(tl.uint8), scale
 
 
 @triton.jit
+def power_of_two(magnitude):
+    """The power of 2 below normal magnitudes, or near enough for the others, and its inverse."""
+    exponent = tl.minimum(tl.maximum(bits_of(magnitude) & INF_BITS, SMALLEST_BITS), 0x7E800000)
+    return value_of(exponent), value_of(0x7F000000 - exponent)
+
+
+@triton.jit
 def hypot(a, b):
-    """``sqrt(a^2 + b^2)`` whose squares neither over- nor underflow: they are taken of ``a`` and ``b`` over a power of 2."""
-    exponent = bits_of(tl.maximum(tl.abs(a), tl.abs(b))) & INF_BITS
-    exponent = tl.minimum(tl.maximum(exponent, SMALLEST_BITS), 0x7E800000)
-    inverse = value_of(0x7F000000 - exponent)
-    a *= inverse
-    b *= inverse
-    return tl.sqrt(tl.fma(a, a, b * b)) * value_of(exponent)
+    """``sqrt(a^2 + b^2)``, at least ``|b|`` however small its square, and NaN if either is."""
+    return tl.maximum(tl.sqrt(tl.fma(a, a, b * b)), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -100,3 +116,8 @@ def saturating_square(root):
     """``root^2``, for every finite root finite."""
     square = root * root
     return tl.where(root <= LARGEST, tl.minimum(square, LARGEST), square)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

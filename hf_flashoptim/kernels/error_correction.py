@@ -10,7 +10,7 @@ from hf_flashoptim.kernels.companding import bits_of, value_of
 
 LARGEST_FP16 = tl.constexpr(65504.0)
 # The first number that rounds to inf when it is rounded to its upper 24 bits.
-TOP_24_BIT = tl.constexpr(3.4028223690093205e38)
+TOP_24_BIT = tl.constexpr(3.402797707725092e38)
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def join_bf16(narrow, errors):
     bits = narrow.to(tl.int32) << 16
     joined = bits + (errors.to(tl.int32) << (16 - errors.dtype.primitive_bitwidth))
     # A parameter set to 0 from outside beside negative error bits must not borrow from the sign bit.
-    return value_of(tl.where((joined ^ bits) < 0, bits, joined))
+    return value_of(tl.where(((joined ^ bits) & -0x80000000) != 0, bits, joined))
 
 
 @triton.jit
@@ -28,7 +28,9 @@ def split_bf16(master, ERROR: tl.constexpr):
 
     Rounded to 24 bits, M, the parameter is ``(M + 128) >> 8`` and its error bits are the low byte of M.
     """
-    bits = tl.where(master == master, bits_of(master), 0x7FC00000)
+    bits = tl.minimum(
+        bits_of(master), 0x7FC00000
+    )  # NaN as arithmetic makes it, so that adding to it can't wrap around
     if ERROR == tl.int8:
         bits += tl.where(tl.abs(master) < TOP_24_BIT, 0x80, 0)
         errors = (bits >> 8).to(tl.int8)

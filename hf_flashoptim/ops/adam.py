@@ -5,12 +5,13 @@ oracle of the GPU's kernel (``kernels/adam.py``, imported at the first call on a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, SecondMoment, item, read_gradient, walk
+from hf_flashoptim.ops.registration import register_step
 
 
 def largest_update(step: float, beta1: float, beta2: float) -> float:
@@ -91,8 +92,9 @@ def adam_step_eager(
         step = float(steps[index].add_(1))
         if not param.numel():
             continue
-        bound = largest_update(step, beta1, beta2)
-        mean_scale = 1 / (1 - beta1**step)
+        # The correction of m is left to the step size, so the bound is one of the uncorrected update.
+        step_size = rate / (1 - beta1**step)
+        bound = largest_update(step, beta1, beta2) * (1 - beta1**step)
         root_scale = 1 / math.sqrt(1 - beta2**step)
         shape, pieces = walk(param, bool(exp_avg_scales))
         weight = MasterWeight(param, item(error_bits, index), shape)
@@ -104,23 +106,28 @@ def adam_step_eager(
             master = weight.read(piece)
             if weight_decay and not decoupled:
                 grad = grad.add(master, alpha=weight_decay)
-            mean = exp_avg.read(piece).mul_(beta1).add_(grad, alpha=1 - beta1)
-            root = exp_avg_sq.read(piece).mul_(math.sqrt(beta2))
-            root = root.hypot_(grad * math.sqrt(1 - beta2))
+            mean = exp_avg.read(piece, beta1).add_(grad, alpha=1 - beta1)
+            root = exp_avg_sq.read(piece, math.sqrt(beta2)).hypot_(grad * math.sqrt(1 - beta2))
             if rate:
                 if weight_decay and decoupled:
                     master.mul_(1 - rate * weight_decay)
                 denominator = (root * root_scale).add_(eps).clamp_(min=SMALLEST)
-                update = (mean * mean_scale).div_(denominator).clamp_(-bound, bound)
-                weight.write(piece, master.sub_(update, alpha=rate))
+                update = (mean / denominator).clamp_(-bound, bound)
+                weight.write(piece, master.sub_(update, alpha=step_size))
             exp_avg.write(piece, mean)
             exp_avg_sq.write(piece, root)
 
 
-adam_step = torch.library.custom_op(
-    "hf_flashoptim::adam_step",
+def _load_kernel() -> Callable[..., None]:
+    from hf_flashoptim.kernels.adam import adam_step as launch
+
+    return launch
+
+
+adam_step = register_step(
+    "adam_step",
     adam_step_eager,
-    mutates_args=(
+    (
         "params",
         "exp_avgs",
         "exp_avg_scales",
@@ -129,17 +136,5 @@ adam_step = torch.library.custom_op(
         "error_bits",
         "steps",
     ),
-    device_types="cpu",
+    _load_kernel,
 )
-
-
-@adam_step.register_fake
-def _(params: Sequence[Tensor], *args: object) -> None:
-    return None
-
-
-@adam_step.register_kernel("cuda")
-def _(*args: object) -> None:
-    from hf_flashoptim.kernels.adam import adam_step as launch
-
-    launch(*args)

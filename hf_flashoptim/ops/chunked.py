@@ -73,12 +73,12 @@ class FirstMoment:
         self._values = values.view(shape)
         self._scale = None if scale is None else scale.view(shape[0], -1)
 
-    def read(self, chunk: Chunk) -> Tensor:
-        """The moment in fp32; where it is stored so, its own memory."""
+    def read(self, chunk: Chunk, factor: float) -> Tensor:
+        """The moment times a factor, in fp32; never the moment's own memory."""
         piece = self._values[chunk.rows, chunk.cols]
         if self._scale is None:
-            return self._from_stored(piece)
-        return self._decode(piece, self._scale[chunk.rows, chunk.groups])
+            return self._from_stored(piece) * factor
+        return self._decode(piece, self._scale[chunk.rows, chunk.groups].float() * factor)
 
     def write(self, chunk: Chunk, moment: Tensor) -> None:
         """Store the updated moment."""

@@ -1,9 +1,9 @@
 """Companded 8-bit moments: int8 codes for the first moment, uint8 codes for the second, one bf16 scale a group of 32.
 
-First moment m with group scale S: ``x = m / S``, ``code = round(127 * 2x / (1 + |x|))``, evaluated as
-``254 * (1 - 1 / (1 + |x|))`` with the sign of x. Second moment v, held as its root s: ``code = round(255 * s / S)``, at
-least 1 where s > 0: an element far below its group's maximum must not lose its variance while it keeps its momentum,
-else its next update explodes. Rounding is to nearest, ties to even; dividing by S is multiplying by 1 / S in fp32.
+First moment m with group scale S: ``x = m / S``, ``code = round(127 * 2x / (1 + |x|))``. Second moment v, held as its
+root s: ``code = round(255 * s / S)``, at least 1 where s > 0: an element far below its group's maximum must not lose
+its variance while it keeps its momentum, else its next update explodes. Rounding is to nearest, ties to even; to divide
+by S is to multiply by the fp32 number nearest to 1 / S.
 
 S is the group's largest magnitude rounded to bf16 and clamped to bf16's normal numbers, so it neither vanishes nor
 overflows, and codes are clamped because S may be rounded down. A group that holds inf or NaN gets the scale NaN: all
@@ -41,8 +41,8 @@ def encode_first_moment(values: Tensor) -> tuple[Tensor, Tensor]:
     groups = to_groups(values)
     scale = group_scale(groups.abs().amax(-1))
     x = groups * scale.float().reciprocal_().unsqueeze(-1)
-    companded = x.abs().add_(1.0).reciprocal_().neg_().add_(1.0).mul_(254.0)
-    codes = companded.round_().clamp_(max=127.0).copysign_(x).to(torch.int8)
+    companded = x.div_(x.abs().add_(1.0)).mul_(254.0)
+    codes = companded.round_().clamp_(-127.0, 127.0).to(torch.int8)
     return from_groups(codes, values.shape[1]), scale
 
 

@@ -4,12 +4,12 @@
 oracle of the GPU's kernel (``kernels/lion.py``, imported at the first call on a GPU).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, item, read_gradient, walk
+from hf_flashoptim.ops.registration import register_step
 
 
 def lion_step_eager(
@@ -58,30 +58,23 @@ def lion_step_eager(
         grad_rows = grads[index].view(shape)
         for piece in pieces:
             grad = read_gradient(grad_rows, piece, maximize)
-            mean = exp_avg.read(piece)
             if rate:
-                update = (mean * beta1).add_(grad, alpha=1 - beta1)
+                update = exp_avg.read(piece, beta1).add_(grad, alpha=1 - beta1)
                 update = (update - update).add_(update.sign())
                 master = weight.read(piece).mul_(1 - rate * weight_decay).sub_(update, alpha=rate)
                 weight.write(piece, master)
-            exp_avg.write(piece, mean.mul_(beta2).add_(grad, alpha=1 - beta2))
+            exp_avg.write(piece, exp_avg.read(piece, beta2).add_(grad, alpha=1 - beta2))
 
 
-lion_step = torch.library.custom_op(
-    "hf_flashoptim::lion_step",
-    lion_step_eager,
-    mutates_args=("params", "exp_avgs", "exp_avg_scales", "error_bits"),
-    device_types="cpu",
-)
-
-
-@lion_step.register_fake
-def _(params: Sequence[Tensor], *args: object) -> None:
-    return None
-
-
-@lion_step.register_kernel("cuda")
-def _(*args: object) -> None:
+def _load_kernel() -> Callable[..., None]:
     from hf_flashoptim.kernels.lion import lion_step as launch
 
-    launch(*args)
+    return launch
+
+
+lion_step = register_step(
+    "lion_step",
+    lion_step_eager,
+    ("params", "exp_avgs", "exp_avg_scales", "error_bits"),
+    _load_kernel,
+)

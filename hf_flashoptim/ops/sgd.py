@@ -4,12 +4,12 @@
 oracle of the GPU's kernel (``kernels/sgd.py``, imported at the first call on a GPU).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from hf_flashoptim.ops.chunked import FirstMoment, MasterWeight, item, read_gradient, walk
+from hf_flashoptim.ops.registration import register_step
 
 
 def sgd_step_eager(
@@ -73,7 +73,7 @@ def sgd_step_eager(
             if weight_decay and not decoupled:
                 grad = update = grad.add(master, alpha=weight_decay)
             if buffer is not None:
-                velocity = buffer.read(piece).mul_(momentum).add_(grad, alpha=gradient_share)
+                velocity = buffer.read(piece, momentum).add_(grad, alpha=gradient_share)
                 buffer.write(piece, velocity)
                 update = grad.add(velocity, alpha=momentum) if nesterov else velocity
             if rate:
@@ -82,21 +82,15 @@ def sgd_step_eager(
                 weight.write(piece, master.sub_(update, alpha=rate))
 
 
-sgd_step = torch.library.custom_op(
-    "hf_flashoptim::sgd_step",
-    sgd_step_eager,
-    mutates_args=("params", "momentum_buffers", "momentum_buffer_scales", "error_bits", "steps"),
-    device_types="cpu",
-)
-
-
-@sgd_step.register_fake
-def _(params: Sequence[Tensor], *args: object) -> None:
-    return None
-
-
-@sgd_step.register_kernel("cuda")
-def _(*args: object) -> None:
+def _load_kernel() -> Callable[..., None]:
     from hf_flashoptim.kernels.sgd import sgd_step as launch
 
-    launch(*args)
+    return launch
+
+
+sgd_step = register_step(
+    "sgd_step",
+    sgd_step_eager,
+    ("params", "momentum_buffers", "momentum_buffer_scales", "error_bits", "steps"),
+    _load_kernel,
+)

@@ -6,11 +6,20 @@ import torch
 from hf_flashoptim.ops import layout
 from hf_flashoptim.ops.error_correction import reconstruct_master_weight
 from hf_flashoptim.ops.lion import lion_step
-from tests.flashoptim.ops.step_inputs import KINDS, assert_same, clone, errors_for, moments_for, parameters, run
+from tests.flashoptim.ops.step_inputs import (
+    KINDS,
+    SHAPES,
+    assert_same,
+    clone,
+    errors_for,
+    moments_for,
+    parameters,
+    run,
+)
 
 
-def inputs(dtype, error_dtype, quantized, *, lr=1e-3, maximize=False):
-    params, grads = parameters(dtype), parameters(dtype)
+def inputs(dtype, error_dtype, quantized, *, lr=1e-3, maximize=False, shapes=SHAPES):
+    params, grads = parameters(dtype, shapes), parameters(dtype, shapes)
     moments = moments_for(params, quantized, torch.int8)
     rate = torch.tensor(lr, dtype=torch.float64)
     return [params, grads, *moments, errors_for(params, error_dtype), rate, 0.9, 0.99, 0.1, maximize]

@@ -6,13 +6,31 @@ import torch
 from hf_flashoptim.ops import layout
 from hf_flashoptim.ops.error_correction import reconstruct_master_weight
 from hf_flashoptim.ops.sgd import sgd_step
-from tests.flashoptim.ops.step_inputs import KINDS, assert_same, clone, errors_for, moments_for, parameters, run
+from tests.flashoptim.ops.step_inputs import (
+    KINDS,
+    SHAPES,
+    assert_same,
+    clone,
+    errors_for,
+    moments_for,
+    parameters,
+    run,
+)
 
 
 def inputs(
-    dtype, error_dtype, quantized, *, momentum=0.9, dampening=0.0, nesterov=False, decoupled=False, maximize=False
+    dtype,
+    error_dtype,
+    quantized,
+    *,
+    momentum=0.9,
+    dampening=0.0,
+    nesterov=False,
+    decoupled=False,
+    maximize=False,
+    shapes=SHAPES,
 ):
-    params, grads = parameters(dtype), parameters(dtype)
+    params, grads = parameters(dtype, shapes), parameters(dtype, shapes)
     moments = moments_for(params, quantized, torch.int8) if momentum else ([], [])
     steps = [torch.zeros(()) for _ in params] if momentum else []
     rate = torch.tensor(1e-2, dtype=torch.float64)

@@ -1,0 +1,223 @@
+"""Many tensors in one launch: a table of their addresses and sizes on the GPU.
+
+The table is int64 ``[columns, tensors]``, followed by fp32 coefficients of each tensor. It is written by kernels that
+receive its values as arguments: this neither waits for the GPU nor depends on host memory, and a captured CUDA graph
+writes it again at every replay. Nothing is kept from one step to the next.
+
+Elements are worked on in tiles of consecutive groups of 32, one tile a program; the table holds the first program of
+every tensor, and a program finds its tensor by bisection.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import accumulate, chain
+from operator import or_
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_flashoptim.kernels.launch import launch
+
+GROUP_SIZE = tl.constexpr(32)
+# Columns of the table; a kind of tensor that is not kept has zeros, or no column at the end of the table.
+START, GROUPS, PARAM, GRAD, FIRST, STEP, ERRORS, FIRST_SCALE, SECOND, SECOND_SCALE, ROW_GROUPS, COLS = (
+    tl.constexpr(column) for column in range(12)
+)
+# Up to twice as many fp32 coefficients.
+COEFFICIENT_COLUMNS = 3
+TRITON_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+}
+# A warp works on a tile of 16 elements a thread, and on several tiles in turn, which share the search for their tensor.
+TILE_GROUPS = 16
+TILES = 4
+# Values passed as arguments have this bit set where they would be small: Triton takes every one of them as an int64.
+_WIDE = 1 << 62
+# How many of them one launch takes (at most 4 KiB); few choices mean few compilations.
+_ARGUMENT_COUNTS = (16, 64, 256)
+
+
+class Part(NamedTuple):
+    """What the tensors of one launch have in common."""
+
+    grad_dtype: torch.dtype
+    # Rows consist of whole groups, and every tensor starts at a multiple of 16 bytes.
+    regular: bool
+
+
+class Preparation(NamedTuple):
+    """The kernel that writes the table and the coefficients.
+
+    Its arguments stand after the learning rate's, its constants before the learning rate's.
+    """
+
+    kernel: triton.JITFunction
+    arguments: tuple
+    constants: tuple = ()
+
+
+class Step(NamedTuple):
+    """The kernel that does the step, its arguments after the table's, and its constants before the part's."""
+
+    kernel: triton.JITFunction
+    arguments: tuple
+    constants: tuple
+
+
+def run_step(kinds: dict[tl.constexpr, Sequence[Tensor]], lr: Tensor, preparation: Preparation, step: Step) -> None:
+    """Step tensors of one parameter dtype and one kind of state, given by column.
+
+    Args:
+        kinds: by column, tensors that are contiguous; empty lists where a kind is not kept.
+        lr: learning rate, shape ``[]``, on the CPU or on the GPU.
+        preparation: see there.
+        step: see there.
+    """
+    device = kinds[PARAM][0].device
+    learning_rate = (float(lr), 0) if lr.is_cpu else (0.0, lr.data_ptr())
+    lr_dtype = None if lr.is_cpu else TRITON_DTYPES[lr.dtype]
+    addresses = {column.value: [t.data_ptr() for t in tensors] for column, tensors in kinds.items() if tensors}
+    for part, members in _parts(kinds, addresses).items():
+        columns, programs = _columns(members, addresses, part.regular)
+        tensors = len(members)
+        table = torch.empty((len(columns) + COEFFICIENT_COLUMNS) * tensors + 256, dtype=torch.int64, device=device)
+        arguments = (table, tensors, len(columns) * tensors)
+        values = list(chain.from_iterable(columns))
+        for first, count in _batches(len(values)):
+            batch = tuple(values[first : first + count])
+            batch += (_WIDE,) * (count - len(batch))
+            launch(
+                preparation.kernel,
+                1,
+                (*arguments, first, *learning_rate, *preparation.arguments, batch),
+                (*preparation.constants, lr_dtype, first + count >= len(values)),
+                device,
+                num_warps=4,
+            )
+        if programs:
+            constants = (*step.constants, TRITON_DTYPES[part.grad_dtype], part.regular, TILES, TILE_GROUPS)
+            launch(step.kernel, programs, (*arguments, *step.arguments), constants, device)
+
+
+def _batches(total: int) -> Iterator[tuple[int, int]]:
+    """First value and number of values of every launch that writes the table."""
+    first = 0
+    while first < total:
+        count = next((c for c in _ARGUMENT_COUNTS if c >= total - first), _ARGUMENT_COUNTS[-1])
+        yield first, count
+        first += count
+
+
+def _parts(
+    kinds: dict[tl.constexpr, Sequence[Tensor]], addresses: dict[int, list[int]]
+) -> dict[Part, list[tuple[int, int, int, int]]]:
+    """Indices of tensors with their sizes (groups, groups in a row, columns), by what they have in common."""
+    scales = kinds[FIRST_SCALE]
+    misaligned = [0] * len(kinds[PARAM])
+    if reduce(or_, chain.from_iterable(addresses.values())) & 15:
+        misaligned = [reduce(or_, entries) & 15 for entries in zip(*addresses.values(), strict=True)]
+    parts = defaultdict(list)
+    for index, (param, grad) in enumerate(zip(kinds[PARAM], kinds[GRAD], strict=True)):
+        numel = cols = param.numel()
+        row_groups = groups = -(-numel // 32)
+        if scales:
+            groups, row_groups = scales[index].numel(), scales[index].shape[-1]
+            cols = numel * row_groups // max(groups, 1)
+        regular = groups * 32 == numel and not misaligned[index]
+        parts[Part(grad.dtype, regular)].append((index, groups, row_groups, cols))
+    return parts
+
+
+def _columns(
+    members: list[tuple[int, int, int, int]], addresses: dict[int, list[int]], regular: bool
+) -> tuple[list[list[int]], int]:
+    """The table's columns, and the number of programs."""
+    indices, groups, row_groups, cols = zip(*members, strict=True)
+    ends = list(accumulate(-(-g // (TILE_GROUPS * TILES)) for g in groups))
+    columns = [[end | _WIDE for end in (0, *ends[:-1])], [g | _WIDE for g in groups]]
+    for column in range(PARAM.value, max(addresses) + 1 if regular else COLS.value + 1):
+        known = addresses.get(column)
+        # An empty tensor has the address 0.
+        columns.append([known[i] or _WIDE for i in indices] if known else [_WIDE] * len(members))
+    if not regular:
+        columns[ROW_GROUPS.value :] = [[g | _WIDE for g in row_groups], [c | _WIDE for c in cols]]
+    return columns, ends[-1]
+
+
+@triton.jit
+def write_table(table, first, values):
+    """Write values given as arguments into the table, from its entry ``first`` on."""
+    for i in tl.static_range(len(values)):
+        tl.store(table + first + i, values[i] & 0x3FFFFFFFFFFFFFFF)
+
+
+@triton.jit
+def entry(table, tensors, tensor, COLUMN: tl.constexpr):
+    """One entry of the table."""
+    return tl.load(table + COLUMN * tensors + tensor)
+
+
+@triton.jit
+def find_work(table, tensors, TILES: tl.constexpr, TILE_GROUPS: tl.constexpr):
+    """The tensor that this program works on, its number of groups, and the first and the end of the tiles to do."""
+    program = tl.program_id(0)
+    tensor = program * 0
+    last = tensor + tensors - 1
+    while tensor < last:
+        middle = (tensor + last + 1) // 2
+        if entry(table, tensors, middle, START) <= program:
+            tensor = middle
+        else:
+            last = middle - 1
+    first = (program - entry(table, tensors, tensor, START).to(tl.int32)) * TILES
+    groups = entry(table, tensors, tensor, GROUPS).to(tl.int32)
+    return tensor, groups, first, tl.minimum(first + TILES, (groups + (TILE_GROUPS - 1)) // TILE_GROUPS)
+
+
+@triton.jit
+def base(table, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, REGULAR: tl.constexpr):
+    """Pointer to a tensor; to one of bf16 as int16, whose bit patterns also the interpreter handles exactly."""
+    STORED: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
+    address = entry(table, tensors, tensor, COLUMN).to(tl.pointer_type(STORED))
+    if REGULAR:
+        address = tl.multiple_of(address, 16)
+    return address
+
+
+@triton.jit
+def offsets(table, tensors, tensor, groups, tile, TILE_GROUPS: tl.constexpr, REGULAR: tl.constexpr):
+    """Offsets ``[groups, 32]`` of a tile's elements and the mask of those that exist; the same for its groups."""
+    local_group = tl.arange(0, TILE_GROUPS)
+    lane = tl.arange(0, GROUP_SIZE)[None, :]
+    first_group = tile * TILE_GROUPS
+    group_mask = local_group < groups - first_group
+    group = first_group.to(tl.int64) + local_group
+    if REGULAR:
+        offset = first_group.to(tl.int64) * GROUP_SIZE + (local_group[:, None] * GROUP_SIZE + lane)
+        mask = group_mask[:, None]
+    else:
+        row_groups = entry(table, tensors, tensor, ROW_GROUPS)
+        row = group // row_groups
+        col = ((group - row * row_groups) * GROUP_SIZE)[:, None] + lane
+        cols = entry(table, tensors, tensor, COLS)
+        offset = (row * cols)[:, None] + col
+        mask = group_mask[:, None] & (col < cols)
+    return offset, mask, group, group_mask
+
+
+@triton.jit
+def load(pointers, mask, REGULAR: tl.constexpr):
+    """Values, zero where a group has less than 32; in groups that don't exist they are undefined if ``REGULAR``."""
+    if REGULAR:
+        return tl.load(pointers, mask=mask)
+    else:
+        return tl.load(pointers, mask=mask, other=0)
