@@ -158,8 +158,18 @@ def run_merge(args: argparse.Namespace, console: Console) -> None:
     write_card(args.out, facts)
     _print_summary(console, summary)
     if args.push_to_hub:
-        info = push_folder(args.out, args.push_to_hub, private=args.private or None, revision=args.revision)
-        console.print(f"pushed: {info.commit_url}", soft_wrap=True)
+        console.print(f"pushed: {_push(args)}", soft_wrap=True)
+
+
+def _push(args: argparse.Namespace) -> str:
+    """Upload what was merged; the address of the commit."""
+    try:
+        return push_folder(args.out, args.push_to_hub, private=args.private or None, revision=args.revision).commit_url
+    except (RuntimeError, OSError, ValueError) as error:
+        raise OSError(
+            f"{error}\nThe merged model is whole in {args.out}; what arrived is not sent again when you push it with: "
+            f"hf upload {args.push_to_hub} {args.out}"
+        ) from error
 
 
 def _print_summary(console: Console, summary: ExportSummary) -> None:

@@ -150,16 +150,21 @@ def test_a_wrong_token_is_told_as_such(published: dict[str, Any]):
 
 def push_until_it_works(folder: str) -> dict[str, Any]:
     """A failing push and a second attempt."""
+    import contextlib
+    import io
+
     from huggingface_hub import HfApi
     from transformers import AutoModelForCausalLM
 
-    from hf_poetx import merge_checkpoint, push_folder
+    from hf_poetx import cli, push_folder
     from tests.poetx_adapters import write_adapter
     from tests.poetx_training import tiny_llama
 
     model = write_adapter(tiny_llama(), Path(folder) / "adapter", merges=1)
-    merge_checkpoint(Path(folder) / "adapter", Path(folder) / "merged", max_shard_size="20KB")
-    seen: dict[str, Any] = {"failed": failure(lambda: push_folder(f"{folder}/merged", "alice/merged"))}
+    command = ["merge", f"{folder}/adapter", f"{folder}/merged", "--max-shard-size", "20KB"]
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = cli.main([*command, "--push-to-hub", "alice/merged"])
+    seen: dict[str, Any] = {"failed": [code, told.getvalue()]}
     seen["between"] = HfApi().list_repo_files("alice/merged")
     push_folder(f"{folder}/merged", "alice/merged")
     seen["pulled"] = differing(AutoModelForCausalLM.from_pretrained("alice/merged"), model.merge_and_unload())
@@ -171,7 +176,8 @@ def test_a_push_that_broke_off_shows_nothing_and_goes_on_where_it_was(
 ):
     hub.fail("lfs_upload", nth=3, status=OUT_OF_SPACE)
     seen = run_client(push_until_it_works, tmp_path)
-    assert seen["failed"][0] == "RuntimeError" and "Error while uploading" in seen["failed"][2]
+    code, told = seen["failed"]
+    assert code == 1 and "Error while uploading" in told and "hf upload alice/merged" in told
     assert seen["between"] == [".gitattributes"] and seen["pulled"] == []
     arrived = [call.path.split("/")[-1] for call in hub.calls("lfs_upload") if call.status == 200]
     assert len(arrived) == len(set(arrived)), "no weights are sent twice"

@@ -11,6 +11,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -20,6 +24,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
+    pipeline,
 )
 
 from hf_poetx import merge_plan
@@ -443,6 +449,31 @@ def test_several_active_adapters_and_an_applied_merge_are_written_as_they_act(tm
     merge_to_checkpoint(wrapped, tmp_path / "both")
     logits = AutoModelForCausalLM.from_pretrained(tmp_path / "both")(TOKENS).logits
     torch.testing.assert_close(logits, wrapped(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+def test_weights_sharded_over_ranks_are_written_whole(tmp_path: Path):
+    wrapped = write_adapter(write_base(llama(), tmp_path / "base"), tmp_path / "adapter", merges=1)
+    merge_to_checkpoint(wrapped, tmp_path / "plain")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(wrapped)
+        merge_to_checkpoint(wrapped, tmp_path / "sharded")
+    finally:
+        torch.distributed.destroy_process_group()
+    plain, sharded = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "sharded"))
+    assert plain.keys() == sharded.keys() and all(torch.equal(plain[name], sharded[name]) for name in plain)
+
+
+def test_a_pipeline_runs_the_merged_model_with_its_tokenizer(tmp_path: Path):
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    write_adapter(write_base(llama(), tmp_path / "base"), tmp_path / "adapter")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(tmp_path / "adapter")
+    merge_checkpoint(tmp_path / "adapter", tmp_path / "merged")
+    generate = pipeline("text-generation", model=str(tmp_path / "merged"))
+    text = generate("w3 w4", max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    assert len(text.split()) > 2
 
 
 def test_adapter_on_disk_and_peft_agree_after_a_round_trip(tmp_path: Path):
