@@ -93,7 +93,7 @@ def plot(folder: Path) -> None:
                 axis.loglog([float(scale) for scale in rows], values, style, color=color, label=f"{name}, {dtype}")
     axis.axhline(0.01, color="black", linewidth=0.5)
     axis.set_xlabel("scale of the gradients")
-    axis.set_ylabel("relative error of the total update")
+    axis.set_ylabel("relative error of the total update (cut at 1e4)")
     axis.legend()
     figure.tight_layout()
     figure.savefig(folder / "gradient_scale.png", dpi=120)

@@ -87,7 +87,9 @@ def adam_step(
     dtype = TRITON_DTYPES[params[0].dtype]
     error_dtype = TRITON_DTYPES[error_bits[0].dtype] if error_bits else None
     constants = (dtype, error_dtype, bool(exp_avg_scales), coupled != 0.0, maximize)
-    run_step(kinds, lr, preparation, Step(_step, hyper, constants))
+    # Without the limit, a step of compressed state takes 12% longer.
+    max_registers = 80 if exp_avg_scales else None
+    run_step(kinds, lr, preparation, Step(_step, hyper, constants, max_registers))
 
 
 @triton.jit(do_not_specialize=["tensors", "coefficients", "first", "lr_address", "values"])

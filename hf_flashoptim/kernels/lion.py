@@ -114,11 +114,12 @@ def _step(
         grad = widen(grad, GRAD_DTYPE)
         if MAXIMIZE:
             grad = -grad
+        mean = first_moment(mean, mean_scale, 1.0, QUANTIZED)
         if negative_rate != 0.0:
-            update = tl.fma(grad, gradient_share, first_moment(mean, mean_scale, beta1, QUANTIZED))
+            update = tl.fma(grad, gradient_share, mean * beta1)
             # Not the sign alone: it would hide inf and NaN.
             sign = (update - update) + tl.where(update > 0.0, 1.0, tl.where(update < 0.0, -1.0, 0.0))
             master = tl.fma(sign, negative_rate, master_weight(stored, error, DTYPE, ERROR) * decay)
             store_weight(params + offset, errors + offset, mask, master, DTYPE, ERROR)
-        mean = tl.fma(grad, moment_share, first_moment(mean, mean_scale, beta2, QUANTIZED))
+        mean = tl.fma(grad, moment_share, mean * beta2)
         store_first_moment(means + offset, mean_scales + group, mask, group_mask, mean, QUANTIZED)

@@ -66,11 +66,16 @@ class Preparation(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The kernel that does the step, its arguments after the table's, and its constants before the part's."""
+    """The kernel that does the step.
+
+    Its arguments stand after the table's, its constants before the part's. Registers of a thread are limited where
+    more would leave too few warps to hide the latency of memory, and where the limit spills none.
+    """
 
     kernel: triton.JITFunction
     arguments: tuple
     constants: tuple
+    max_registers: int | None = None
 
 
 def run_step(kinds: dict[tl.constexpr, Sequence[Tensor]], lr: Tensor, preparation: Preparation, step: Step) -> None:
@@ -105,7 +110,8 @@ def run_step(kinds: dict[tl.constexpr, Sequence[Tensor]], lr: Tensor, preparatio
             )
         if programs:
             constants = (*step.constants, TRITON_DTYPES[part.grad_dtype], part.regular, TILES, TILE_GROUPS)
-            launch(step.kernel, programs, (*arguments, *step.arguments), constants, device)
+            step_arguments = (*arguments, *step.arguments)
+            launch(step.kernel, programs, step_arguments, constants, device, max_registers=step.max_registers)
 
 
 def _batches(total: int) -> Iterator[tuple[int, int]]:

@@ -58,12 +58,13 @@ def lion_step_eager(
         grad_rows = grads[index].view(shape)
         for piece in pieces:
             grad = read_gradient(grad_rows, piece, maximize)
+            mean = exp_avg.read(piece, 1.0)
             if rate:
-                update = exp_avg.read(piece, beta1).add_(grad, alpha=1 - beta1)
+                update = (mean * beta1).add_(grad, alpha=1 - beta1)
                 update = (update - update).add_(update.sign())
                 master = weight.read(piece).mul_(1 - rate * weight_decay).sub_(update, alpha=rate)
                 weight.write(piece, master)
-            exp_avg.write(piece, exp_avg.read(piece, beta2).add_(grad, alpha=1 - beta2))
+            exp_avg.write(piece, mean.mul_(beta2).add_(grad, alpha=1 - beta2))
 
 
 def _load_kernel() -> Callable[..., None]:
