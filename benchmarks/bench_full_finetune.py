@@ -4,6 +4,7 @@ python benchmarks/bench_full_finetune.py [--output FOLDER] [--tokens 1024] [--pl
 """
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -115,6 +116,7 @@ def main() -> None:
         methods[method] = measured(method, arguments.tokens)
         print(method, methods[method], flush=True)
         harness.write("full_finetune", {"tokens": arguments.tokens, "methods": methods}, arguments.output)
+        gc.collect()  # gradient release and its hooks refer to each other
         torch.cuda.empty_cache()
 
 
