@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Plan, aligned, ceil_divide, is_hopper, launch, next_power_of_two
+from .launch import Plan, aligned, ceil_divide, is_hopper, next_power_of_two
 
 # Bytes of Q that a program keeps in shared memory; Hopper's holds 128 KiB and the rest of the program's tiles.
 _RESIDENT_BYTES_HOPPER, _RESIDENT_BYTES = 128 * 1024, 32 * 1024
@@ -97,23 +97,13 @@ def _step_kernel(
 
 
 @triton.jit
-def _load_sum(partials, rows, columns, num_partials, stride, block):
-    """A tile of the sum of partial gradients, added in their order."""
-    tile = _load(partials, rows, columns, block).to(tl.float32)
-    for index in range(1, num_partials):
-        tile += _load(partials + index * stride, rows, columns, block).to(tl.float32)
-    return tile
-
-
-@triton.jit
-def _parts_kernel(partials, k, y, num_partials, num_blocks, block, TILE: tl.constexpr):
+def _parts_kernel(gradient, k, y, block, TILE: tl.constexpr):
     """A tile of the skew part K and of the symmetric part Y of the block gradient."""
     start = tl.program_id(0).to(tl.int64) * block * block
-    stride = num_blocks.to(tl.int64) * block * block
     rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    h = _load_sum(partials + start, rows, columns, num_partials, stride, block)
-    h_transposed = _load_sum(partials + start, columns, rows, num_partials, stride, block)
+    h = _load(gradient + start, rows, columns, block).to(tl.float32)
+    h_transposed = _load(gradient + start, columns, rows, block).to(tl.float32)
     _store(k + start, rows, columns, h - h_transposed, block)
     _store(y + start, rows, columns, h + h_transposed, block)
 
@@ -176,127 +166,125 @@ def _second_products_kernel(
 
 @triton.jit
 def _packed_gradient_kernel(
-    skew, z, partials, first_out, second_out,
-    num_first, num_partials, num_blocks, block,
+    skew, z, gradient, first_out, second_out,
+    num_first, block,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """What stands above the diagonal in a tile of ``2K + Q Z + Z^T Q``."""
     index = tl.program_id(0)
     if tl.program_id(1) * ROWS >= (tl.program_id(2) + 1) * COLUMNS:
         return
-    start, stride = index.to(tl.int64) * block * block, num_blocks.to(tl.int64) * block * block
+    start = index.to(tl.int64) * block * block
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tile = _load_sum(partials + start, rows, columns, num_partials, stride, block)
-    tile = 2 * (tile - _load_sum(partials + start, columns, rows, num_partials, stride, block))
+    h = _load(gradient + start, rows, columns, block).to(tl.float32)
+    tile = 2 * (h - _load(gradient + start, columns, rows, block).to(tl.float32))
     tile = _symmetrized_product(tile, skew + start, z + start, rows, columns, block, PRECISION, INNER, 1)
     out = _select(first_out, second_out, num_first, index, block * (block - 1) // 2)
     out += (rows * (2 * block - rows - 1) // 2 - rows - 1) + columns
     tl.store(out, tile.to(out.dtype.element_ty), mask=(rows < columns) & (columns < block))
 
 
-def unpack(entries: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Dense matrices Q of the given dtype from the packed entries of one or two rotations with equal blocks.
-
-    Returns:
-        ``[num_blocks, block, block]``, those of the second rotation after those of the first.
-    """
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"the GPU kernels give blocks in bf16, fp16 or fp32, not {dtype}: cast the activations")
-    first, second = aligned(entries[0]), aligned(entries[-1])
-    block = block_size(first)
-    num_first, total = first.shape[0], sum(each.shape[0] for each in entries)
-    skew = torch.empty(total, block, block, dtype=dtype, device=first.device)
-    launch(_unpack_plan(num_first, total, block, first.dtype, dtype, first.device), (first, second, skew))
-    return skew
-
-
-def transform(skew: Tensor) -> Tensor:
-    """Blocks ``I + 2Q + 2Q^2 + 2Q^3 + Q^4`` of dense skew-symmetric matrices Q, in their shape and dtype."""
-    out = torch.empty_like(skew)
-    plans = _transform_plans(*skew.shape[:2], skew.dtype, skew.device)
-    if len(plans) == 1:
-        launch(plans[0], (skew, out))
-        return out
-    first, second = torch.empty_like(skew), torch.empty_like(skew)
-    for plan, tensors in zip(plans, ((skew, skew, first), (skew, first, second), (skew, second, out)), strict=True):
-        launch(plan, tensors)
-    return out
-
-
-def packed_gradient(skew: Tensor, partials: Tensor, entries: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of the packed entries from partial gradients of the blocks.
+class Transform:
+    """The transform and its gradient for one or two rotations with equal blocks, for given shapes and types on a GPU.
 
     Args:
-        skew: as `unpack` returns it for these entries.
-        partials: ``[num_partials, num_blocks, block, block]``, to be summed.
-        entries: of one or two rotations; the results have their shapes and dtypes.
+        counts: numbers of blocks of each rotation; the blocks of the second follow those of the first.
+        block: size of the blocks.
+        entries_dtype: of the packed entries.
+        dtype: of the blocks and of the operands of products.
+        device: that all is on.
+
+    Raises:
+        TypeError: if the blocks' dtype is not one that the kernels compute in.
     """
-    partials = aligned(partials)
-    outs = [torch.empty_like(each) for each in entries]
-    k, y, n, r, z = torch.empty(5, *skew.shape, dtype=skew.dtype, device=skew.device)
-    parts, first, second, packed = _gradient_plans(
-        *partials.shape[:3], entries[0].shape[0], entries[0].dtype, partials.dtype, skew.dtype, skew.device
-    )
-    launch(parts, (partials, k, y))
-    launch(first, (skew, k, y, n, r))
-    launch(second, (skew, y, n, r, z))
-    launch(packed, (skew, z, partials, outs[0], outs[-1]))
-    return outs
+
+    def __init__(
+        self, counts: tuple[int, ...], block: int, entries_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"the GPU kernels give blocks in bf16, fp16 or fp32, not {dtype}: cast the activations")
+        self.counts, self.shape = list(counts), (sum(counts), block, block)
+        self.dtype, self.device = dtype, device
+        total, (num_first, *_) = sum(counts), counts
+        tile = min(64, next_power_of_two(block, 16))
+        squares = (total, ceil_divide(block, tile), ceil_divide(block, tile))
+        self._unpack = Plan(_unpack_kernel, squares, (num_first, block), (tile,), num_warps=4)
+        self._parts = Plan(_parts_kernel, squares, (block,), (tile,), num_warps=4)
+        size = next_power_of_two(block, 16)
+        resident_bytes = _RESIDENT_BYTES_HOPPER if is_hopper(device) else _RESIDENT_BYTES
+        self._resident = None
+        if size * size * dtype.itemsize <= resident_bytes:
+            columns = min(size, 64)
+            grid = (total, ceil_divide(block, columns), 1)
+            num_warps = max(1, min(8, size * columns // 1024))
+            self._resident = Plan(_resident_kernel, grid, (block,), (size, columns, _precision(dtype)), num_warps)
+        constants, grid, options = _tiles(total, block, dtype, device)
+        self._step = Plan(_step_kernel, grid, (block,), (False, *constants), **options)
+        self._last_step = Plan(_step_kernel, grid, (block,), (True, *constants), **options)
+        self._first = Plan(_first_products_kernel, grid, (block,), constants, **options)
+        self._second = Plan(_second_products_kernel, grid, (block,), constants, **options)
+        self._packed = Plan(_packed_gradient_kernel, grid, (num_first, block), constants, **options)
+
+    def unpack(self, *entries: Tensor) -> Tensor:
+        """Dense matrices Q ``[num_blocks, block, block]`` from the packed entries of each rotation."""
+        skew = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self._unpack(aligned(entries[0]), aligned(entries[-1]), skew)
+        return skew
+
+    def blocks(self, skew: Tensor) -> Tensor:
+        """``I + 2Q + 2Q^2 + 2Q^3 + Q^4``."""
+        out = torch.empty_like(skew)
+        if self._resident is not None:
+            self._resident(skew, out)
+        else:
+            first, second = torch.empty_like(skew), torch.empty_like(skew)
+            self._step(skew, skew, first)
+            self._step(skew, first, second)
+            self._last_step(skew, second, out)
+        return out
+
+    def gradient(self, skew: Tensor, gradient: Tensor, entries: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the packed entries, in their shapes and dtypes, from that of the blocks."""
+        outs = [torch.empty_like(each) for each in entries]
+        k, y, n, r, z = torch.empty((5, *self.shape), dtype=self.dtype, device=self.device).unbind()
+        gradient = aligned(gradient)
+        self._parts(gradient, k, y)
+        self._first(skew, k, y, n, r)
+        self._second(skew, y, n, r, z)
+        self._packed(skew, z, gradient, outs[0], outs[-1])
+        return outs
+
+
+@lru_cache(4096)
+def transform_of(
+    counts: tuple[int, ...],
+    block: int,
+    entries_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    gradient_dtype: torch.dtype = torch.float32,
+) -> Transform:
+    """The `Transform` for these shapes and types; one each, since it remembers compiled kernels."""
+    return Transform(counts, block, entries_dtype, dtype, device)
 
 
 def cayley_neumann(entries: Tensor, dtype: torch.dtype) -> Tensor:
     """The operation `poetx::cayley_neumann` for blocks in bf16, fp16 and fp32; arguments and result as there."""
-    return transform(unpack([entries], dtype))
+    transform = transform_of((entries.shape[0],), block_size(entries), entries.dtype, dtype, entries.device)
+    return transform.blocks(transform.unpack(entries))
 
 
 def cayley_neumann_backward(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
     """The operation `poetx::cayley_neumann_backward`; arguments and result as there."""
-    return packed_gradient(unpack([entries], dtype), gradient[None], [aligned(entries)])[0]
+    block = block_size(entries)
+    transform = transform_of((entries.shape[0],), block, entries.dtype, dtype, entries.device, gradient.dtype)
+    return transform.gradient(transform.unpack(entries), gradient, [aligned(entries)])[0]
 
 
 def block_size(entries: Tensor) -> int:
     """Size of the matrices with these packed entries."""
     return (1 + isqrt(1 + 8 * entries.shape[1])) // 2
-
-
-@lru_cache(1024)
-def _unpack_plan(
-    num_first: int, total: int, block: int, entries_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
-) -> Plan:
-    tile = min(64, next_power_of_two(block, 16))
-    tiles = ceil_divide(block, tile)
-    return Plan(_unpack_kernel, (total, tiles, tiles), (num_first, block), (tile,), num_warps=4)
-
-
-@lru_cache(1024)
-def _transform_plans(num_blocks: int, block: int, dtype: torch.dtype, device: torch.device) -> list[Plan]:
-    size = next_power_of_two(block, 16)
-    resident_bytes = _RESIDENT_BYTES_HOPPER if is_hopper(device) else _RESIDENT_BYTES
-    if size * size * dtype.itemsize <= resident_bytes:
-        columns = min(size, 64)
-        grid = (num_blocks, ceil_divide(block, columns), 1)
-        num_warps = max(1, min(8, size * columns // 1024))
-        return [Plan(_resident_kernel, grid, (block,), (size, columns, _precision(dtype)), num_warps)]
-    tiles, grid, options = _tiles(num_blocks, block, dtype, device)
-    return [Plan(_step_kernel, grid, (block,), (last, *tiles), **options) for last in (False, False, True)]
-
-
-@lru_cache(1024)
-def _gradient_plans(
-    num_partials: int, num_blocks: int, block: int, num_first: int,
-    entries_dtype: torch.dtype, partials_dtype: torch.dtype, dtype: torch.dtype, device: torch.device,
-) -> list[Plan]:  # fmt: skip
-    constants, grid, options = _tiles(num_blocks, block, dtype, device)
-    tile = min(64, next_power_of_two(block, 16))
-    squares = (num_blocks, ceil_divide(block, tile), ceil_divide(block, tile))
-    sizes = (num_partials, num_blocks, block)
-    return [
-        Plan(_parts_kernel, squares, sizes, (tile,), num_warps=4),
-        Plan(_first_products_kernel, grid, (block,), constants, **options),
-        Plan(_second_products_kernel, grid, (block,), constants, **options),
-        Plan(_packed_gradient_kernel, grid, (num_first, *sizes), constants, **options),
-    ]
 
 
 def _tiles(

@@ -1,6 +1,6 @@
 """Launching kernels with little work on the host: small layers are bound by it, not by the GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 import triton
@@ -8,10 +8,14 @@ from torch import Tensor
 
 
 class Plan:
-    """How to launch a kernel on tensors of given types and shapes; made once for them and kept, see `launch`.
+    """How to launch a kernel on tensors of given types and shapes on one GPU; made once for them and kept.
+
+    Calling it with the tensors runs ``kernel(*tensors, *integers, *constants)`` on the current stream. From the second
+    call on the compiled kernel is started directly with addresses, where Triton's own dispatch would inspect every
+    argument again; so the tensors must always have the same types and start at multiples of 16 bytes (`aligned`).
 
     Args:
-        kernel: the Triton function, called as ``kernel(*tensors, *integers, *constants)``.
+        kernel: the Triton function.
         grid: numbers of programs.
         integers: shapes and strides.
         constants: the compile-time arguments.
@@ -31,24 +35,22 @@ class Plan:
         self.kernel, self.grid = kernel, grid
         self.arguments = (*integers, *constants)
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
-        self.compiled: triton.compiler.CompiledKernel | None = None
+        self.start: Callable | None = None
+        self.get_stream: Callable[[int], int] | None = None
 
-
-def launch(plan: Plan, tensors: Sequence[Tensor | None]) -> None:
-    """Run the plan's kernel on the GPU of the first tensor.
-
-    All launches of a plan must have tensors of the same types on the same GPU, at multiples of 16 bytes (`aligned`):
-    from the second one on the compiled kernel is started directly, where Triton's own dispatch would inspect every
-    argument again.
-    """
-    device = tensors[0].get_device()
-    if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(plan, tensors)
-    elif plan.compiled is not None:
-        plan.compiled[plan.grid](*tensors, *plan.arguments)
-    else:  # the interpreter returns nothing, and is asked again every time
-        plan.compiled = plan.kernel[plan.grid](*tensors, *plan.arguments, **plan.options)
+    def __call__(self, *tensors: Tensor | None) -> None:
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(*tensors)
+        elif self.start is not None:
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            self.start(*addresses, *self.arguments, stream=self.get_stream(device))
+        else:
+            compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
+            if compiled is not None:  # the interpreter compiles nothing, and is asked again every time
+                self.start = compiled[self.grid]
+                self.get_stream = triton.runtime.driver.active.get_current_stream
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from .launch import (
     aligned,
     ceil_divide,
     is_hopper,
-    launch,
     next_power_of_two,
     num_multiprocessors,
     power_of_two_divisor,
@@ -37,9 +36,8 @@ class Tiles(NamedTuple):
 
 
 # Measured on an H200 for 16-bit activations (benchmarks/LOG.md); the small tiles fit every GPU and are untuned.
-_RESIDENT_TILES = Tiles(64, 256, 256, 8, 2)
-_PRODUCT_TILES = Tiles(128, 128, 64, 8, 3)
-_GRADIENT_TILES = Tiles(256, 128, 64, 8, 3)
+_ROTATE_TILES = Tiles(64, 256, 64, 8, 3)
+_GRADIENT_TILES = Tiles(128, 128, 64, 8, 3)
 _SAFE_TILES = Tiles(64, 64, 32, 4, 2)
 # Columns that move together, in bytes, from which on row-major activations load and store in whole vectors.
 _VECTOR_BYTES = 16
@@ -103,43 +101,6 @@ def _rotate_kernel(
         tl.store(targets, product.to(out.dtype.element_ty), mask=in_rows & in_columns[None, :])
     else:
         tl.store(targets, product.to(out.dtype.element_ty), mask=in_rows)
-
-
-@triton.jit
-def _resident_kernel(
-    x, blocks, tail, permutation, bias, out,
-    tokens, tokens_per_program, num_blocks, rest, row_stride, column_stride,
-    BLOCK: tl.constexpr, TRANSPOSE: tl.constexpr, CONTIGUITY: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The same for many rows, with the whole block in shared memory: the rows are read once and stream by."""
-    # Programs of the same rows follow one another, so that the scattered pieces of a row meet in the cache.
-    block = tl.program_id(0)
-    matrix, size = blocks + block.to(tl.int64) * BLOCK * BLOCK, BLOCK
-    if tail is not None:
-        if block == num_blocks:
-            matrix, size = tail, rest
-    inner = tl.arange(0, SIZE)
-    columns = _columns(permutation, block * BLOCK, inner, size, CONTIGUITY, MASKED)
-    if TRANSPOSE:
-        entries = matrix + inner[None, :] * size + inner[:, None]
-    else:
-        entries = matrix + inner[:, None] * size + inner[None, :]
-    if MASKED:
-        right = tl.load(entries, mask=(inner < size)[:, None] & (inner < size)[None, :], other=0.0)
-    else:
-        right = tl.load(entries)
-    first = tl.program_id(1) * tokens_per_program
-    for start in range(first, tl.minimum(first + tokens_per_program, tokens), ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = rows[:, None] < tokens
-        if MASKED:
-            mask = mask & (inner < size)[None, :]
-        offsets = rows.to(tl.int64)[:, None] * row_stride + columns[None, :] * column_stride
-        product = tl.dot(tl.load(x + offsets, mask=mask, other=0.0), right, input_precision=PRECISION)
-        if bias is not None:
-            product += tl.load(bias + columns, mask=inner < size, other=0.0).to(tl.float32)[None, :]
-        tl.store(out + offsets, product.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -222,78 +183,118 @@ def rotate(
     bias: Tensor | None,
 ) -> Tensor:
     """The operation `poetx::rotate` for bf16, fp16 and fp32; arguments and result as there."""
-    if not moves_vectors(x.dtype, permutation_group, blocks.shape[1], x.shape[1]):
-        x = with_contiguous_columns(x)
-    return with_contiguous_rows(rotate_as_stored(x, blocks, tail, permutation, permutation_group, transpose, bias))
-
-
-def rotate_as_stored(
-    x: Tensor,
-    blocks: Tensor,
-    tail: Tensor | None,
-    permutation: Tensor,
-    permutation_group: int,
-    transpose: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    """`rotate` of row-major or column-major x; the result is stored in the same order."""
-    _check_dtype(x)
-    x, blocks = aligned(x), aligned(blocks)
-    out = torch.empty_like(x)
-    if x.numel() == 0:
-        return out
-    rest = x.shape[1] - blocks.shape[0] * blocks.shape[1]
+    num_blocks, block, _ = blocks.shape
+    row_major = moves_vectors(x.dtype, permutation_group, block, x.shape[1])
+    x = aligned(with_contiguous_rows(x) if row_major else with_contiguous_columns(x))
+    rest = x.shape[1] - num_blocks * block
     if rest and tail is None:
         tail = torch.eye(rest, dtype=x.dtype, device=x.device)
-    plan = _rotate_plan(
-        x.shape, x.stride(), blocks.shape, permutation_group, transpose, None if bias is None else bias.dtype,
+    plan = rotate_plan(
+        x.shape, block, permutation_group, transpose, row_major, None if bias is None else bias.dtype,
         x.dtype, x.device, torch.get_float32_matmul_precision(),
     )  # fmt: skip
-    launch(plan, (x, blocks, tail, permutation, bias, out))
-    return out
+    out = torch.empty_like(x)
+    if x.numel():
+        plan(x, aligned(blocks), tail, permutation, bias if bias is None else aligned(bias), out)
+    return with_contiguous_rows(out)
 
 
 def rotation_gradient(
     left: Tensor, right: Tensor, permutation: Tensor, permutation_group: int, block: int
 ) -> tuple[Tensor, Tensor]:
     """The operation `poetx::rotation_gradient` for bf16, fp16 and fp32; arguments and result as there."""
-    if moves_vectors(left.dtype, permutation_group, block, left.shape[1]):
-        left, right = with_contiguous_rows(left), with_contiguous_rows(right)
-    else:
-        left, right = with_contiguous_columns(left), with_contiguous_columns(right)
-    blocks, tail = rotation_gradients([Operands(left, right, permutation, permutation_group)], block)
-    return (blocks[0], tail[0]) if blocks.shape[0] == 1 else (blocks.sum(0), tail.sum(0))
-
-
-class Operands(NamedTuple):
-    """What the gradient of a rotation is made of: see `rotation_gradient`. Both activations are stored alike."""
-
-    left: Tensor
-    right: Tensor
-    permutation: Tensor
-    permutation_group: int
-
-
-def rotation_gradients(rotations: Sequence[Operands], block: int) -> tuple[Tensor, Tensor]:
-    """Partial gradients of one rotation, or of two without tail and with activations stored alike, in one launch.
-
-    Returns:
-        ``[num_partials, num_blocks, block, block]`` and ``[num_partials, rest, rest]`` in fp32, to be summed over the
-        partials; the blocks of the second rotation follow those of the first. The order of summation is fixed, so the
-        gradient does not depend on which program finishes first.
-    """
-    first = rotations[0]
-    second = rotations[1] if len(rotations) == 2 else Operands(None, None, None, 1)
-    _check_dtype(first.left)
-    tensors = [t if t is None else aligned(t) for t in (*first[:3], *second[:3])]
-    plan, shape, tail_shape = _gradient_plan(
-        tuple((each.left.shape, tensors[3 * i].stride(), each.permutation_group) for i, each in enumerate(rotations)),
-        block, first.left.dtype, first.left.device, torch.get_float32_matmul_precision(),
+    row_major = moves_vectors(left.dtype, permutation_group, block, left.shape[1])
+    convert = with_contiguous_rows if row_major else with_contiguous_columns
+    gradients = gradients_of(
+        (left.shape[1],), left.shape[0], block, (permutation_group,), row_major,
+        left.dtype, left.device, torch.get_float32_matmul_precision(),
     )  # fmt: skip
-    blocks = torch.empty(shape, dtype=torch.float32, device=first.left.device)
-    tail = torch.empty(tail_shape, dtype=torch.float32, device=first.left.device)
-    launch(plan, (*tensors, blocks, tail))
-    return blocks, tail
+    return gradients((aligned(convert(left)), aligned(convert(right)), permutation))
+
+
+@lru_cache(4096)
+def rotate_plan(
+    shape: torch.Size, block: int, permutation_group: int, transpose: bool, row_major: bool,
+    bias_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device, matmul_precision: str,
+) -> Plan:  # fmt: skip
+    """Plan for ``(x, blocks, tail, permutation, bias, out)``, both activations row-major or both column-major.
+
+    Columns that no block covers need a tail. Raises TypeError for a dtype that the kernels do not compute in.
+    """
+    _check_dtype(dtype)
+    tokens, width = shape
+    num_blocks, rest = divmod(width, block)
+    tuned = dtype.itemsize == 2 and is_hopper(device)
+    tiles = _fit(_ROTATE_TILES if tuned else _SAFE_TILES, tokens, block, block)
+    masked = rest > 0 or block % tiles.columns > 0 or block % tiles.inner > 0
+    programs = ceil_divide(tokens, tiles.rows) * ceil_divide(block, tiles.columns) * (num_blocks + (rest > 0))
+    integers = (tokens, num_blocks, rest, *((width, 1) if row_major else (1, tokens)))
+    contiguity = _contiguity(permutation_group, block, width)
+    constants = (block, transpose, contiguity, masked, _precision(matmul_precision), *tiles[:3])
+    return Plan(_rotate_kernel, (programs, 1, 1), integers, constants, *tiles[3:])
+
+
+class Gradients:
+    """Gradients of the blocks of one rotation, or of two without tail in one launch, for given shapes and types.
+
+    Args:
+        widths: of the rotations.
+        tokens: rows of the activations.
+        block: size of all blocks.
+        permutation_groups: of the rotations.
+        row_major: how all activations are stored, by rows or by columns.
+        dtype: of the activations.
+        device: that all is on.
+        matmul_precision: PyTorch's switch for fp32.
+    """
+
+    def __init__(
+        self, widths: tuple[int, ...], tokens: int, block: int, permutation_groups: tuple[int, ...], row_major: bool,
+        dtype: torch.dtype, device: torch.device, matmul_precision: str,
+    ) -> None:  # fmt: skip
+        _check_dtype(dtype)
+        counts = [width // block for width in widths]
+        rest = widths[0] % block
+        tiles = _fit(
+            _GRADIENT_TILES if dtype.itemsize == 2 and is_hopper(device) else _SAFE_TILES, block, block, tokens
+        )
+        strides = [width if row_major else tokens for width in widths]
+        aligned_strides = all(stride * dtype.itemsize % 16 == 0 for stride in strides)
+        contiguity = min(_contiguity(g, block, w) for g, w in zip(permutation_groups, widths, strict=True))
+        masked = rest > 0 or block % tiles.rows > 0 or block % tiles.columns > 0
+        per_block = ceil_divide(block, tiles.rows) * ceil_divide(block, tiles.columns)
+        programs = per_block * (sum(counts) + (rest > 0))
+        self.splits, tokens_per_split = _split(programs, tokens, tiles.inner, num_multiprocessors(device))
+        integers = (tokens, tokens_per_split, counts[0], sum(counts), rest, strides[0], strides[-1])
+        precision = _precision(matmul_precision)
+        constants = (block, contiguity, row_major, aligned_strides, masked, precision, *tiles[:3])
+        self._plan = Plan(_gradient_kernel, (programs, self.splits, 1), integers, constants, *tiles[3:])
+        self._shape, self._tail_shape = (self.splits, sum(counts), block, block), (self.splits, rest, rest)
+        self._device = device
+
+    def __call__(
+        self, first: Sequence[Tensor], second: Sequence[Tensor] = (None, None, None)
+    ) -> tuple[Tensor, Tensor]:
+        """``left^T right`` of each block, given left, right and permutation of each rotation.
+
+        Returns:
+            ``[num_blocks, block, block]`` and ``[rest, rest]`` in fp32; the blocks of the second rotation follow those
+            of the first. Parts of the tokens are summed in a fixed order, so the result does not depend on which
+            program finishes first.
+        """
+        blocks = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        tail = torch.empty(self._tail_shape, dtype=torch.float32, device=self._device)
+        self._plan(*first, *second, blocks, tail)
+        return (blocks[0], tail[0]) if self.splits == 1 else (blocks.sum(0), tail.sum(0))
+
+
+@lru_cache(4096)
+def gradients_of(
+    widths: tuple[int, ...], tokens: int, block: int, permutation_groups: tuple[int, ...], row_major: bool,
+    dtype: torch.dtype, device: torch.device, matmul_precision: str,
+) -> Gradients:  # fmt: skip
+    """The `Gradients` for these shapes and types; one each, since it remembers its compiled kernel."""
+    return Gradients(widths, tokens, block, permutation_groups, row_major, dtype, device, matmul_precision)
 
 
 def with_contiguous_columns(x: Tensor) -> Tensor:
@@ -311,7 +312,7 @@ def _transposed(x: Tensor) -> Tensor:
     x = aligned(x.contiguous())
     out = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)
     if x.numel():
-        launch(_transpose_plan(x.shape, x.dtype, x.device), (x, out))
+        _transpose_plan(x.shape, x.dtype, x.device)(x, out)
     return out
 
 
@@ -325,64 +326,11 @@ def _contiguity(permutation_group: int, block: int, width: int) -> int:
     return min(16, power_of_two_divisor(permutation_group, block, width))
 
 
-def _check_dtype(x: Tensor) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise TypeError(f"the rotation's GPU kernels compute in bf16, fp16 or fp32, not {x.dtype}: cast x")
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(f"the rotation's GPU kernels compute in bf16, fp16 or fp32, not {dtype}: cast x")
 
 
-@lru_cache(4096)
-def _rotate_plan(
-    shape: torch.Size, stride: tuple[int, int], blocks_shape: torch.Size, permutation_group: int, transpose: bool,
-    bias_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device, matmul_precision: str,
-) -> Plan:  # fmt: skip
-    (tokens, width), (num_blocks, block, _) = shape, blocks_shape
-    rest = width - num_blocks * block
-    constants = (block, transpose, _contiguity(permutation_group, block, width))
-    precision = _precision(matmul_precision)
-    size = next_power_of_two(block, 16)
-    if dtype.itemsize == 2 and size <= _RESIDENT_TILES.inner and is_hopper(device):
-        tiles = _fit(_RESIDENT_TILES, tokens, size, size)
-        programs = num_blocks + (rest > 0)
-        row_tiles = ceil_divide(tokens, tiles.rows)
-        splits = min(row_tiles, max(1, num_multiprocessors(device) // programs))
-        tokens_per_program = ceil_divide(row_tiles, splits) * tiles.rows
-        grid = (programs, ceil_divide(tokens, tokens_per_program), 1)
-        integers = (tokens, tokens_per_program, num_blocks, rest, *stride)
-        constants = (*constants, rest > 0 or size != block, precision, tiles.rows, size)
-        return Plan(_resident_kernel, grid, integers, constants, *tiles[3:])
-    tiles = _fit(_PRODUCT_TILES if dtype.itemsize == 2 and is_hopper(device) else _SAFE_TILES, tokens, size, size)
-    masked = rest > 0 or block % tiles.columns > 0 or block % tiles.inner > 0
-    programs = ceil_divide(tokens, tiles.rows) * ceil_divide(block, tiles.columns) * (num_blocks + (rest > 0))
-    integers = (tokens, num_blocks, rest, *stride)
-    return Plan(_rotate_kernel, (programs, 1, 1), integers, (*constants, masked, precision, *tiles[:3]), *tiles[3:])
-
-
-@lru_cache(4096)
-def _gradient_plan(
-    rotations: tuple[tuple[torch.Size, tuple[int, int], int], ...],
-    block: int, dtype: torch.dtype, device: torch.device, matmul_precision: str,
-) -> tuple[Plan, tuple[int, ...], tuple[int, ...]]:  # fmt: skip
-    """The plan and the shapes of its results."""
-    tokens = rotations[0][0][0]
-    counts = [shape[1] // block for shape, _, _ in rotations]
-    rest = rotations[0][0][1] % block if len(rotations) == 1 else 0
-    strides = [max(stride) for _, stride, _ in rotations]
-    contiguity = min(_contiguity(group, block, shape[1]) for shape, _, group in rotations)
-    row_major = rotations[0][1][1] == 1
-    aligned_rows = all(stride * dtype.itemsize % 16 == 0 for stride in strides)
-    tuned = dtype.itemsize == 2 and is_hopper(device)
-    tiles = _fit(_GRADIENT_TILES if tuned else _SAFE_TILES, block, block, tokens)
-    masked = rest > 0 or block % tiles.rows > 0 or block % tiles.columns > 0
-    per_block = ceil_divide(block, tiles.rows) * ceil_divide(block, tiles.columns)
-    programs = per_block * (sum(counts) + (rest > 0))
-    splits, tokens_per_split = _split(programs, tokens, tiles.inner, num_multiprocessors(device))
-    integers = (tokens, tokens_per_split, counts[0], sum(counts), rest, strides[0], strides[-1])
-    constants = (block, contiguity, row_major, aligned_rows, masked, _precision(matmul_precision), *tiles[:3])
-    plan = Plan(_gradient_kernel, (programs, splits, 1), integers, constants, *tiles[3:])
-    return plan, (splits, sum(counts), block, block), (splits, rest, rest)
-
-
-@lru_cache(4096)
 def _transpose_plan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Plan:
     rows, columns = shape
     grid = (ceil_divide(columns, 64), ceil_divide(rows, 64), 1)
@@ -390,8 +338,8 @@ def _transpose_plan(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 
 
 def _precision(matmul_precision: str) -> str:
-    """Products of fp32 follow PyTorch's own switch; three TF32 products give the accuracy of fp32."""
-    return "tf32x3" if matmul_precision == "highest" else "tf32"
+    """Products of fp32 follow PyTorch's own switch; 16-bit operands ignore it."""
+    return "ieee" if matmul_precision == "highest" else "tf32"
 
 
 def _fit(tiles: Tiles, rows: int, columns: int, inner: int) -> Tiles:
@@ -401,12 +349,7 @@ def _fit(tiles: Tiles, rows: int, columns: int, inner: int) -> Tiles:
 
 
 def _split(programs: int, tokens: int, inner: int, num_multiprocessors: int) -> tuple[int, int]:
-    """Into how many parts to split the tokens, and the tokens of each, so that all multiprocessors have work."""
-    parts = ceil_divide(tokens, inner)
-    # The time is that of the rounds of programs, each shorter by the split; a partial gradient costs a little too.
-    costs = {
-        n: (ceil_divide(programs * n, num_multiprocessors) / n + 0.05 * n, n) for n in range(1, min(8, parts) + 1)
-    }
-    splits = min(costs.values(), default=(0, 1))[1]
-    tokens_per_split = max(1, ceil_divide(parts, splits)) * inner
+    """Into how many parts to split the tokens, and the tokens of each: few blocks and many tokens need more programs."""
+    splits = max(1, min(num_multiprocessors // max(1, programs), tokens // 2048))
+    tokens_per_split = max(1, ceil_divide(ceil_divide(tokens, splits), inner)) * inner
     return max(1, ceil_divide(tokens, tokens_per_split)), tokens_per_split

@@ -6,6 +6,9 @@ Input-centric: activations are rotated, never the weight. The dense blocks are r
 the backward pass instead of being kept.
 """
 
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -59,9 +62,7 @@ def poetx_linear(
 
     Source: POET-X, input-centric forward pass and activation checkpointing.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    result = _PoetXLinear.apply(rows, weight, bias, *rotation_in, *rotation_out, memory_mode)
-    return result.view(*x.shape[:-1], weight.shape[0])
+    return _PoetXLinear.apply(x, weight, bias, *rotation_in, *rotation_out, memory_mode)
 
 
 class _PoetXLinear(torch.autograd.Function):
@@ -69,29 +70,32 @@ class _PoetXLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, *rotations_and_mode):
         *rotations, memory_mode = rotations_and_mode
         entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
-        result, kept = _linear(x, weight, bias, *rotations)
+        result, kept = _linear(x.reshape(-1, x.shape[-1]), weight, bias, *rotations)
         ctx.groups = group_in, group_out
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(
             x, kept if memory_mode == "fast" else None, weight,
             entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out,
         )  # fmt: skip
-        return result
+        # A tracked view could not be changed in place by the user.
+        return (
+            result if x.dim() == 2 else torch.ops.aten._unsafe_view.default(result, (*x.shape[:-1], result.shape[1]))
+        )
 
     @staticmethod
     def backward(ctx, gradient):
-        *saved, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
+        x, *saved, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
         needs_x, _, needs_bias, *needs_rest = ctx.needs_input_grad
         needs_in, needs_out = any(needs_rest[0:2]), any(needs_rest[4:6])
         found = iter(
             _linear_backward(
-                gradient.contiguous(), *saved,
+                gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1]), *saved,
                 entries_in, tail_in, permutation_in, ctx.groups[0],
                 entries_out, tail_out, permutation_out, ctx.groups[1],
                 [needs_x, needs_bias, needs_in, needs_out],
             )
         )  # fmt: skip
-        x_gradient = next(found) if needs_x else None
+        x_gradient = next(found).view(x.shape) if needs_x else None
         bias_gradient = next(found).to(ctx.bias_dtype) if needs_bias else None
         entries_in_gradient = next(found) if needs_in else None
         tail_in_gradient = next(found) if needs_in and tail_in is not None else None
@@ -123,7 +127,7 @@ _linear_backward = torch.ops.poetx.linear_backward.default
 def _linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *rotations) -> tuple[Tensor, Tensor]:
     """Result ``[tokens, out_features]``, and b as a flat tensor, laid out as the implementation likes."""
     rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         inner = F.linear(rotation_in.apply(x), weight.to(x.dtype))
         return rotation_out.apply(inner, bias=bias), inner.flatten()
 
@@ -134,7 +138,7 @@ def _linear_backward_on_cpu(
     """Those of the gradients of x, the bias, the entries of each rotation and their tails that are needed."""
     *rotations, (needs_x, needs_bias, needs_in, needs_out) = rotations_and_needs
     rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         weight = weight.to(x.dtype)
         inner_gradient = rotation_out.apply(gradient, transpose=True) @ weight
         results = [rotation_in.apply(inner_gradient, transpose=True)] if needs_x else []
@@ -161,19 +165,27 @@ def _entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> list[T
 def _linear_on_cuda(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
         return _linear_on_cpu(x, *arguments)
-    from ..kernels.poetx_linear import forward
-
-    with torch.autocast("cuda", enabled=False):
-        return forward(x, *arguments)
+    with _without_autocast("cuda"):
+        return _kernels().forward(x, *arguments)
 
 
 def _linear_backward_on_cuda(gradient: Tensor, *arguments) -> list[Tensor]:
     if gradient.dtype == torch.float64:
         return _linear_backward_on_cpu(gradient, *arguments)
-    from ..kernels.poetx_linear import backward
+    with _without_autocast("cuda"):
+        return _kernels().backward(gradient, *arguments)
 
-    with torch.autocast("cuda", enabled=False):
-        return backward(gradient, *arguments)
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The GPU implementation, imported at its first use: an installation for the CPU needs no Triton."""
+    from ..kernels import poetx_linear
+
+    return poetx_linear
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 torch.library.impl("poetx::linear", "cpu", _linear_on_cpu)

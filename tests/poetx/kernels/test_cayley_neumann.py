@@ -19,9 +19,14 @@ def make(block, num_blocks=(2, 3), sigma=0.3):
     return [sigma / (2 * block**0.5) * torch.randn(n, num_entries(block)) for n in num_blocks]
 
 
+def transform(block, dtype, device, num_blocks):
+    return kernels.Transform(num_blocks, block, torch.float32, dtype, device)
+
+
 def check_forward(block, dtype, device, num_blocks=(2, 3)):
     entries = make(block, num_blocks)
-    found = kernels.transform(kernels.unpack([each.to(device) for each in entries], dtype)).split(num_blocks)
+    both = transform(block, dtype, device, num_blocks)
+    found = both.blocks(both.unpack(*[each.to(device) for each in entries])).split(num_blocks)
     for blocks, each in zip(found, entries, strict=True):
         assert blocks.dtype == dtype
         assert_as_accurate(blocks, reference(each, dtype), reference(each.double(), torch.float64), dtype)
@@ -30,12 +35,13 @@ def check_forward(block, dtype, device, num_blocks=(2, 3)):
 def check_backward(block, dtype, device, num_blocks=(2, 3)):
     entries = make(block, num_blocks)
     # The gradient of the blocks comes from activations of this dtype, so it is known to their precision.
-    partials = torch.randn(2, sum(num_blocks), block, block).to(dtype).float()
+    gradient = torch.randn(sum(num_blocks), block, block).to(dtype).float()
     on_device = [each.to(device) for each in entries]
-    found = kernels.packed_gradient(kernels.unpack(on_device, dtype), partials.to(device), on_device)
-    for packed, gradient, each in zip(found, partials.double().sum(0).split(num_blocks), entries, strict=True):
-        truth = reference_backward(gradient, each.double(), torch.float64)
-        yardstick = reference_backward(gradient.to(dtype), each, dtype).to(dtype)
+    both = transform(block, dtype, device, num_blocks)
+    found = both.gradient(both.unpack(*on_device), gradient.to(device), on_device)
+    for packed, part, each in zip(found, gradient.split(num_blocks), entries, strict=True):
+        truth = reference_backward(part.double(), each.double(), torch.float64)
+        yardstick = reference_backward(part.to(dtype), each, dtype).to(dtype)
         assert packed.dtype == each.dtype
         assert_as_accurate(packed, yardstick, truth, dtype)
 

@@ -68,3 +68,29 @@ def test_only_needed_gradients_are_returned_in_order(needs, kernel_device):
     assert len(found) == len(expected)
     for each, wanted in zip(found, expected, strict=True):
         assert torch.equal(each, wanted)
+
+
+@pytest.mark.parametrize("group", [1, 16])
+def test_no_tokens_give_zero_gradients(group, kernel_device):
+    activations, rotations = make(64, 32, 32, group, group, torch.float32, tokens=0)
+    x, weight, bias = to(activations, kernel_device)
+    rotations = cast(rotations, kernel_device)
+    result, kept = kernels.forward(x, weight, bias, *rotations)
+    assert result.shape == (0, 32)
+    gradients = kernels.backward(result, x, kept, weight, *rotations, [True] * 4)
+    assert [each.shape for each in gradients[1:]] == [bias.shape, rotations[0].shape, rotations[4].shape]
+    assert all(each.abs().sum() == 0 for each in gradients)
+
+
+def test_different_block_sizes_of_the_two_sides_work(kernel_device):
+    activations, rotations = make(64, 24, 32, 16, 8, torch.float32)
+    x, weight, bias = to(activations, kernel_device)
+    on_device = cast(rotations, kernel_device)
+    gradient = torch.randn(x.shape[0], 24, device=kernel_device)
+    result, kept = kernels.forward(x, weight, bias, *on_device)
+    found = [result, *kernels.backward(gradient, x, kept, weight, *on_device, [True] * 4)]
+    result, kept = ops._linear(*activations, *rotations)
+    x, weight, _ = activations
+    expected = [result, *ops._linear_backward(gradient.cpu(), x, kept, weight, *rotations, [True] * 4)]
+    for each, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(each.cpu(), wanted, rtol=1e-4, atol=1e-4)

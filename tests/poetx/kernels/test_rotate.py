@@ -65,9 +65,8 @@ def test_gradient_split_over_tokens_equals_the_unsplit_one(kernel_device, monkey
     left, _, _, permutation = make(40, 16, 8, 200, torch.float32)
     right = torch.randn_like(left)
     monkeypatch.setattr(kernels, "_split", lambda *arguments: (3, 96))
-    kernels._gradient_plan.cache_clear()
-    found = kernels.rotation_gradient(*to((left, right, permutation), kernel_device), 8, 16)
-    kernels._gradient_plan.cache_clear()
+    gradients = kernels.Gradients((40,), 200, 16, (8,), True, torch.float32, kernel_device, "highest")
+    found = gradients(to((left, right, permutation), kernel_device))
     for each, expected in zip(found, reference_gradient(left, right, permutation, 8, 16), strict=True):
         torch.testing.assert_close(each.cpu(), expected, rtol=1e-5, atol=1e-4)
 
@@ -80,9 +79,10 @@ def test_gradients_of_two_rotations_in_one_launch_equal_those_apart(groups, kern
         right = torch.randn_like(left)
         expected.append(reference_gradient(left.cpu(), right.cpu(), permutation.cpu(), group, 32)[0])
         store = kernels.with_contiguous_columns if group == 1 else kernels.with_contiguous_rows
-        rotations.append(kernels.Operands(store(left), store(right), permutation, group))
-    partials, _ = kernels.rotation_gradients(rotations, 32)
-    torch.testing.assert_close(partials.sum(0).cpu(), torch.cat(expected), rtol=1e-5, atol=1e-4)
+        rotations.append((store(left), store(right), permutation))
+    gradients = kernels.Gradients((96, 64), 50, 32, groups, groups[0] > 1, torch.float32, kernel_device, "highest")
+    found, _ = gradients(*rotations)
+    torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("programs, tokens", [(4, 0), (4, 100), (4, 100_000), (128, 100_000), (500, 8192)])
@@ -120,13 +120,14 @@ def test_misaligned_and_strided_inputs_give_the_same_result(kernel_device):
         torch.testing.assert_close(kernels.rotate(same, blocks, tail, permutation, 16, False, None), expected)
 
 
-def test_column_major_activations_stay_column_major(kernel_device):
-    x, blocks, tail, permutation = to(make(64, 32, 1, 16, torch.float32), kernel_device)
+def test_a_permutation_of_single_columns_works_on_column_major_activations(kernel_device):
+    x = torch.randn(16, 64, device=kernel_device)
     columns = kernels.with_contiguous_columns(x)
     assert columns.stride() == (1, 16) and torch.equal(columns, x)
-    found = kernels.rotate_as_stored(columns, blocks, tail, permutation, 1, False, None)
-    assert found.stride() == (1, 16)
-    torch.testing.assert_close(found, kernels.rotate(x, blocks, tail, permutation, 1, False, None))
+    assert kernels.with_contiguous_columns(columns) is columns
+    assert torch.equal(kernels.with_contiguous_rows(columns), x)
+    assert not kernels.moves_vectors(torch.bfloat16, 1, 32, 64)
+    assert kernels.moves_vectors(torch.bfloat16, 16, 32, 64) and not kernels.moves_vectors(torch.bfloat16, 16, 20, 60)
 
 
 def test_double_precision_is_refused_by_name(kernel_device):

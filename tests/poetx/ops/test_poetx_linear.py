@@ -72,6 +72,31 @@ def test_no_gradient_work_for_what_needs_none():
     assert rotation_in.entries.grad.abs().sum() > 0
 
 
+def test_result_may_be_changed_in_place():
+    x, weight, bias, rotation_in, rotation_out = make()
+    poetx_linear(x, weight, bias, rotation_in, rotation_out, "fast").add_(1).relu_().sum().backward()
+    assert rotation_in.entries.grad is not None and x.grad.shape == x.shape
+
+
+def test_autocast_does_not_reach_the_products():
+    x, weight, bias, rotation_in, rotation_out = make(dtype=torch.float32)
+    expected = poetx_linear(x, weight, bias, rotation_in, rotation_out, "fast")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(poetx_linear(x, weight, bias, rotation_in, rotation_out, "fast"), expected)
+
+
+@pytest.mark.parametrize("needs", [[True] * 4, [False, True, False, True]], ids=str)
+def test_operators_follow_the_rules_of_torch_library(needs):
+    x, weight, bias, rotation_in, rotation_out = make(dtype=torch.float32)
+    rotations = [t.detach() if isinstance(t, torch.Tensor) else t for t in (*rotation_in, *rotation_out)]
+    x = x.detach().flatten(0, 1)
+    torch.library.opcheck(torch.ops.poetx.linear.default, (x, weight, bias.detach(), *rotations))
+    result, kept = torch.ops.poetx.linear(x, weight, None, *rotations)
+    for saved in (kept, None):
+        arguments = (torch.randn_like(result), x, saved, weight, *rotations, needs)
+        torch.library.opcheck(torch.ops.poetx.linear_backward.default, arguments)
+
+
 @pytest.mark.parametrize("memory_mode", ["fast", "mem"])
 def test_full_graph_compile_gives_the_same_result(memory_mode):
     x, weight, bias, rotation_in, rotation_out = make()
