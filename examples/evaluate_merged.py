@@ -180,7 +180,25 @@ def score_all(
     return scores
 
 
-def write_evaluated_card(summary: ExportSummary, scores: dict[str, float], arguments: argparse.Namespace) -> None:
+def command_of(arguments: argparse.Namespace) -> str:
+    """What gives these results again, without folders of this machine."""
+    names = (
+        "model",
+        "dataset",
+        "block",
+        "merge_interval",
+        "steps",
+        "batch",
+        "sequence",
+        "learning_rate",
+        "characters",
+    )
+    values = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    return f"python examples/evaluate_merged.py {options}" + (" --lm-eval" if arguments.lm_eval else "")
+
+
+def write_evaluated_card(summary: ExportSummary, scores: dict[str, float], arguments: argparse.Namespace) -> CardFacts:
     facts = CardFacts.of_export(summary, f"{Path(summary.base).name}-poetx")
     if summary.base == str(DEFAULT_FOLDER):
         facts.title, facts.base, facts.license = f"{SMOLLM2.rpartition('/')[2]}-poetx", SMOLLM2, "apache-2.0"
@@ -193,8 +211,9 @@ def write_evaluated_card(summary: ExportSummary, scores: dict[str, float], argum
         )
         for name, value in scores.items()
     ]  # fmt: skip
-    facts.reproduce = "python examples/evaluate_merged.py" + (" --lm-eval" if arguments.lm_eval else "")
+    facts.reproduce = command_of(arguments)
     write_card(summary.folder, facts)
+    return facts
 
 
 def report(scores: dict[str, dict[str, float]]) -> bool:
@@ -221,15 +240,21 @@ def main() -> None:
     summary = merge_checkpoint(adapter, arguments.output / "merged", base=base, overwrite=True)
     scores = score_all(base, adapter, summary.folder, tokenizer, held_out, arguments)
     agree = report(scores)
-    write_evaluated_card(summary, scores["merged"], arguments)
+    facts = write_evaluated_card(summary, scores["merged"], arguments)
     results: dict[str, Any] = {
-        "model": Path(base).name,
-        "steps": arguments.steps,
-        "block": arguments.block,
+        "model": facts.title,
+        "config": {
+            name: getattr(facts.config, name) for name in ("block", "permutation_group", "merge_interval", "seed")
+        },
+        "steps": facts.steps,
+        "merges": facts.merges,
+        "parameters": facts.num_parameters,
+        "largest_sigma": facts.sigma,
+        "largest_defect": 2 * facts.sigma**4 - facts.sigma**8,
+        "largest_merge_error": facts.merge_error,
         "scores": scores,
-        "largest_merge_error": summary.largest_error,
         "versions": {name: version(name) for name in ("torch", "transformers", "peft", "evaluate")},
-        "command": "python examples/evaluate_merged.py",
+        "command": command_of(arguments),
     }
     if arguments.lm_eval:
         results["versions"]["lm-eval"] = version("lm-eval")

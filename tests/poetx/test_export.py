@@ -97,27 +97,20 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_merged_checkpoint_equals_merge_and_unload_bit_for_bit_in_the_bases_format(case: str, tmp_path: Path):
-    make, config = CASES[case]
-    model = write_base(make(), tmp_path / "base")
-    wrapped = write_adapter(model, tmp_path / "adapter", **config)
-    summary = merge_checkpoint(tmp_path / "adapter", tmp_path / "merged", max_shard_size=9000)
-    assert header(tmp_path / "merged") == header(tmp_path / "base")
-    assert summary.unchecked == 0 and len(summary.layers) == len(AdapterFile.open(tmp_path / "adapter").layers)
-    assert_loads_as(tmp_path / "merged", wrapped.merge_and_unload())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_live_model_is_written_alike_and_stays_as_it_was(case: str, tmp_path: Path):
+def test_files_and_live_model_merge_into_the_bases_format_bit_for_bit_as_merge_and_unload(case: str, tmp_path: Path):
     make, config = CASES[case]
     wrapped = write_adapter(write_base(make(), tmp_path / "base"), tmp_path / "adapter", **config)
     before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
     base_config = copy.deepcopy(wrapped.config)
-    merge_to_checkpoint(wrapped, tmp_path / "merged", max_shard_size=9000)
+    summary = merge_checkpoint(tmp_path / "adapter", tmp_path / "merged", max_shard_size=9000)
+    assert summary.unchecked == 0 and len(summary.layers) == len(AdapterFile.open(tmp_path / "adapter").layers)
+    merge_to_checkpoint(wrapped, tmp_path / "live", max_shard_size=9000)
     assert all(torch.equal(tensor, before[name]) for name, tensor in wrapped.state_dict().items())
-    assert wrapped.config.to_dict() == base_config.to_dict()
-    assert header(tmp_path / "merged") == header(tmp_path / "base")
-    assert_loads_as(tmp_path / "merged", wrapped.merge_and_unload())
+    assert wrapped.config.to_dict() == base_config.to_dict(), "the live model stays as it was"
+    assert header(tmp_path / "merged") == header(tmp_path / "base") == header(tmp_path / "live")
+    expected = wrapped.merge_and_unload()
+    for folder in ("merged", "live"):
+        assert_loads_as(tmp_path / folder, expected)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
