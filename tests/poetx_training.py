@@ -34,9 +34,9 @@ def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0) -> LlamaForCau
 def tiny_poetx(dtype: torch.dtype = torch.float32, model_seed: int = 0, **config: Any) -> nn.Module:
     """`tiny_llama` under an adapter of block 8 (and a last block of 4) on two linear layers of each layer, for speed.
 
-    It merges every second step, unless `config` says otherwise.
+    It merges every second step, and permutes single columns, of which there are few, unless `config` says otherwise.
     """
-    defaults = {"block": 8, "merge_interval": 2, "target_modules": ["q_proj", "down_proj"]}
+    defaults = {"block": 8, "merge_interval": 2, "permutation_group": 1, "target_modules": ["q_proj", "down_proj"]}
     return get_poetx_model(tiny_llama(dtype, model_seed), PoetXConfig(**defaults | config))
 
 
