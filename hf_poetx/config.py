@@ -103,7 +103,9 @@ class PoetXConfig(PeftConfig):
     )
     permutation_group: int = field(
         default=16,
-        metadata={"help": "Columns that permutations move together: 16 is faster at the same loss, 1 the article's choice."},
+        metadata={
+            "help": "Columns that permutations move together: 16 is faster at equal loss, 1 the article's choice."
+        },
     )
     seed: int = field(default=0, metadata={"help": "Seed of the permutations."})
     skew_dtype: Literal["float32", "bfloat16", "float16"] | None = field(

@@ -1,4 +1,4 @@
-"""The linear layer that POET-X puts in the place of a model's own."""
+"""What a layer under POET-X holds, and how its transforms are merged into its weight."""
 
 import warnings
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge, onload_layer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +23,7 @@ from .base_weight import (
 )
 from .config import PoetXConfig
 from .ops.cayley import largest_singular_value
-from .ops.poetx_linear import Rotation, poetx_linear
+from .ops.poetx_linear import Rotation
 from .ops.skew import num_entries
 from .rotation import draw_permutation, rotated_weight, split_width
 
@@ -304,20 +304,34 @@ class PoetXLayer(BaseTunerLayer):
         """Whether periodic merges have changed the base weight, so that it is no longer the original."""
         return any(int(count) for count in self.poetx_merge_count.values())
 
+    def check_reinitializable(self, adapter_name: str) -> None:
+        """Raise ValueError with the layer's name if `merge_then_reinitialize` could not do it truly.
+
+        That is if a skew entry is not finite, or the base weight is quantized, offloaded, or merged into for a time.
+        """
+        kind = None
+        if self.quantization_backend is not None:
+            kind = "quantized"
+        elif self.get_base_layer().weight.is_meta:
+            kind = "offloaded"
+        if kind is not None:
+            raise ValueError(
+                f"the weight of layer {self.canonical_name!r} is {kind}, so periodic merges cannot be written into it; "
+                "load the model otherwise, or use PoetXConfig(merge_interval=0)"
+            )
+        if self.merged:
+            raise ValueError(
+                "the adapter is merged by merge_adapter(); call unmerge_adapter() before training goes on"
+            )
+        self.check_finite(adapter_name)
+
     @torch.no_grad()
     def merge_then_reinitialize(self, adapter_name: str) -> LayerMerge:
         """Write the exactly rotated weight, then start over: skew entries of zero and new permutations.
 
-        All is written in place, so compiled graphs, CUDA graphs and optimizers keep what they hold.
-
-        Raises:
-            ValueError: if the weight is offloaded, so that nothing could be written into it.
+        All is written in place, so compiled graphs, CUDA graphs and optimizers keep what they hold. Whether it can be
+        done must have been asked before, for all layers of the model: `check_reinitializable`.
         """
-        if self.get_base_layer().weight.is_meta:
-            raise ValueError(
-                f"layer {self.canonical_name!r} is offloaded, so periodic merges cannot be written into its weight; "
-                "load the model without offload, or use PoetXConfig(merge_interval=0)"
-            )
         sigma = max(
             (largest_singular_value(full_tensor(p)).max().item() for p in self.skew_parameters(adapter_name)),
             default=0.0,
@@ -341,87 +355,3 @@ class PoetXLayer(BaseTunerLayer):
             permutation.copy_(self._draw(self.poetx_config[adapter_name], side, count))
         for parameter in self.skew_parameters(adapter_name):
             parameter.zero_()
-
-
-class PoetXLinear(nn.Module, PoetXLayer):
-    """A linear layer (`nn.Linear`, `Conv1D` or a quantized one) between two trained rotations."""
-
-    def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        name: str,
-        config: PoetXConfig,
-        quantization_backend: Any = None,
-    ) -> None:
-        super().__init__()
-        PoetXLayer.__init__(self, base_layer, name, quantization_backend)
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, config, inference_mode=config.inference_mode)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``; the dtype is what the wrapped layer would return."""
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        adapters = [name for name in self.active_adapters if name in self.poetx_config]
-        if self.disable_adapters or self.merged or not adapters:
-            return self.base_layer(x, *args, **kwargs)
-        if len(adapters) == 1 and not args and not kwargs and self._is_plain(adapters[0]):
-            return self._forward_plain(x, adapters[0])
-        return self._forward_around(x, adapters, *args, **kwargs)
-
-    def _is_plain(self, adapter_name: str) -> bool:
-        """Whether the base layer is no more than weight and bias, not quantized, offloaded, hooked or wrapped."""
-        base = self.base_layer
-        hooks = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
-        both_sides = adapter_name in self.poetx_skew_in and adapter_name in self.poetx_skew_out
-        return both_sides and type(base) in (nn.Linear, Conv1D) and not hooks and not hasattr(base, "_hf_hook")
-
-    def _forward_plain(self, x: Tensor, adapter_name: str) -> Tensor:
-        base, dtype, device = self.base_layer, x.dtype, x.device.type
-        if torch.is_autocast_enabled(device):
-            x, dtype = x.to(torch.get_autocast_dtype(device)), torch.get_autocast_dtype(device)
-        elif self.cast_input_dtype_enabled:
-            x = x.to(base.weight.dtype)
-        weight = base.weight.mT if self.transposed else base.weight
-        rotation_in, rotation_out = (self.rotation(adapter_name, side) for side in SIDES)
-        mode = self.poetx_config[adapter_name].memory_mode
-        return poetx_linear(x, weight, base.bias, rotation_in, rotation_out, mode).to(dtype)
-
-    def _forward_around(self, x: Tensor, adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:
-        """Rotate around the base layer as a black box; several adapters act like merges in their order."""
-        for adapter_name in reversed(adapters):
-            x = _rotate(x, self.rotation(adapter_name, "in"))
-        result = self.base_layer(x, *args, **kwargs)
-        if self.quantization_backend is not None:
-            result = self.quantization_backend.maybe_clone_base_result(result)
-        rotations = [self.rotation(adapter_name, "out") for adapter_name in adapters]
-        bias = self._bias()
-        # The base layer has added its bias already, which belongs outside of the rotations: z = R(y) + bias - R(bias).
-        # The difference is exactly zero for the identity, so a freshly wrapped layer changes nothing.
-        correction = None if bias is None else bias.to(result.device)
-        for rotation in rotations:
-            result = _rotate(result, rotation)
-            correction = None if correction is None else _rotate(correction, rotation)
-        return result if bias is None else result + (bias.to(result.device) - correction).to(result.dtype)
-
-    def _bias(self) -> Tensor | None:
-        bias = getattr(self.get_base_layer(), "bias", None)
-        if bias is None or not bias.is_meta:
-            return bias
-        with onload_layer(self):
-            return self.get_base_layer().bias.clone()
-
-    def extra_repr(self) -> str:
-        blocks = {name: config.block for name, config in self.poetx_config.items()}
-        return f"in_features={self.in_features}, out_features={self.out_features}, block={blocks}"
-
-    def __repr__(self) -> str:
-        return "poetx." + super().__repr__()
-
-
-def _rotate(x: Tensor, rotation: Rotation | None) -> Tensor:
-    if rotation is None:
-        return x
-    with torch.autocast(x.device.type, enabled=False):
-        return rotation.apply(x)

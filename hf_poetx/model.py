@@ -27,7 +27,8 @@ from .checkpoint import (
     restore_base,
 )
 from .config import NO_BASE_ON_DISK, PoetXConfig
-from .layer import PoetXLayer, PoetXLinear
+from .layer import PoetXLayer
+from .linear import PoetXLinear
 
 
 class PoetXModel(BaseTuner):

@@ -80,8 +80,8 @@ def merge_then_reinitialize(model: nn.Module, optimizer: Any | None = None) -> M
         optimizer: whose state to reset; None where there is none.
 
     Raises:
-        ValueError: if a skew entry is not finite, naming the layer, or an adapter is merged by `merge_adapter`;
-            nothing is changed then.
+        ValueError: if a skew entry is not finite, or a weight cannot be written (it is quantized, offloaded, or merged
+            by `merge_adapter`), naming the layer; nothing is changed then.
     """
     tuner = require_tuner(model)
     merge_interval(tuner)
@@ -92,11 +92,7 @@ def merge_then_reinitialize(model: nn.Module, optimizer: Any | None = None) -> M
         if name in layer.poetx_config
     ]
     for layer, name in pairs:
-        if layer.merged:
-            raise ValueError(
-                "the adapter is merged by merge_adapter(); call unmerge_adapter() before training goes on"
-            )
-        layer.check_finite(name)
+        layer.check_reinitializable(name)
     if optimizer is not None:
         check_resettable(optimizer)
     report = MergeReport([layer.merge_then_reinitialize(name) for layer, name in pairs])

@@ -10,7 +10,19 @@ PACKAGES = ("hf_poetx", "hf_flashoptim")
 HUGGING_FACE = {"transformers", "peft", "accelerate", "huggingface_hub", "safetensors", "datasets", "trl", "evaluate"}
 # Modules above plain torch: the only ones that may import Hugging Face libraries.
 INTEGRATION = {
-    "hf_poetx": {"__init__", "config", "layer", "model", "checkpoint", "trainer", "report", "export", "card", "cli"}
+    "hf_poetx": {
+        "__init__",
+        "config",
+        "layer",
+        "linear",
+        "model",
+        "checkpoint",
+        "trainer",
+        "report",
+        "export",
+        "card",
+        "cli",
+    }
     | {"adapter_file", "adapter_report", "estimate", "merge_plan", "publish", "skeleton", "tensor_file"},
     "hf_flashoptim": {"__init__", "trainer"},
 }

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_poetx import PoetXConfig, get_poetx_model
 from hf_poetx.checkpoint import poetx_layers
-from hf_poetx.layer import PoetXLinear
+from hf_poetx.linear import PoetXLinear
 from hf_poetx.ops.skew import unpack_skew
 from tests.poetx.helpers import randomize_skew
 
