@@ -14,7 +14,7 @@ from hf_flashoptim.moments import Moment
 from hf_flashoptim.ops.error_correction import ERROR_DTYPES
 from hf_flashoptim.ops.layout import scale_shape
 from hf_flashoptim.precision import check_learning_rate, largest_magnitude
-from hf_flashoptim.sharding import check_groups_are_whole, local_part, zeros_for
+from hf_flashoptim.sharding import check_groups_are_whole, check_not_flattened, local_part, zeros_for
 
 PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,8 +79,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         defaults: hyperparameters of a subclass.
 
     Raises:
-        ValueError: for a hyperparameter out of range, a parameter dtype other than fp32, bf16 and fp16, or
-            ``master_weight_bits`` given where no parameter has 16 bits.
+        ValueError: for a hyperparameter out of range, a parameter dtype other than fp32, bf16 and fp16, one that FSDP1
+            has flattened, or ``master_weight_bits`` given where no parameter has 16 bits.
     """
 
     def __init__(
@@ -143,6 +143,8 @@ class FlashOptimizer(torch.optim.Optimizer):
     step_without_counter: float | None = None
     # The GradientReleaseHandle while gradient release is on.
     gradient_release: Any = None
+    # Whether the parameters given had rows; DeepSpeed puts flat ones in their place.
+    _had_matrices = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, checking its hyperparameters and dtypes; see ``torch.optim.Optimizer.add_param_group``."""
@@ -156,11 +158,13 @@ class FlashOptimizer(torch.optim.Optimizer):
                         f"A parameter of shape {tuple(p.shape)} has dtype {p.dtype}; {type(self).__name__} steps "
                         "parameters in torch.float32, torch.bfloat16 and torch.float16."
                     )
+                check_not_flattened(p)
         except ValueError:
             self.param_groups.pop()
             raise
         # In every group, never in the defaults: else schedulers replace a group's own learning rate by the global one.
         group.setdefault("initial_lr", float(group["lr"]))
+        self._had_matrices |= any(p.ndim >= 2 for p in group["params"])
 
     def is_quantized(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Whether a parameter's moments are kept as codes: decided by its global shape."""
@@ -264,10 +268,19 @@ class FlashOptimizer(torch.optim.Optimizer):
         """State of a parameter, made where it is missing: at its first step, or when its group turns momentum on."""
         state = self.state.get(p, {})
         if not state or not all(m.codes_key in state or m.name in state for m in self.moments(group)):
+            check_not_flattened(p)  # wrapped after this optimizer was made
+            self._check_not_replaced()
             state = {**self.initial_state(p, group), **state}
             if state:  # SGD without momentum may keep none
                 self.state[p] = state
         return state
+
+    def _check_not_replaced(self) -> None:
+        if self._had_matrices and all(p.ndim < 2 for group in self.param_groups for p in group["params"]):
+            raise ValueError(
+                "The parameters of this optimizer have been replaced by flat ones, as DeepSpeed's ZeRO does: without "
+                "rows, moments cannot be quantized. Use DDP or FSDP2 (fully_shard), or another optimizer."
+            )
 
     @staticmethod
     def _check_gradient(p: Tensor) -> None:

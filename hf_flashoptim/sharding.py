@@ -51,6 +51,20 @@ def distribute_like(param: Tensor, full: Tensor) -> Tensor:
     return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 
+def check_not_flattened(param: Tensor) -> None:
+    """Refuse a parameter that FSDP1 has flattened: without its rows there are no groups to quantize.
+
+    Raises:
+        ValueError: saying what to use instead.
+    """
+    # FullyShardedDataParallel sets the mark on its flat parameters and on the originals that are views of them.
+    if getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            "FSDP1 (FullyShardedDataParallel) flattens parameters, so compressed optimizers cannot step them. Use "
+            "FSDP2: torch.distributed.fsdp.fully_shard, or fsdp_version: 2 in Trainer and accelerate."
+        )
+
+
 def check_groups_are_whole(param: Tensor) -> None:
     """Refuse a DTensor that is sharded along the dimension that quantization groups run along.
 

@@ -193,6 +193,13 @@ class GradientReleaseCallback(TrainerCallback):
     def __init__(self) -> None:
         self._handle = None
 
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse what no setting of these optimizers works with."""
+        if args.optim in OPTIMIZERS:
+            refuse_deepspeed(args)
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -223,6 +230,20 @@ class GradientReleaseCallback(TrainerCallback):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+
+def refuse_deepspeed(args: TrainingArguments) -> None:
+    """Raise when DeepSpeed is to drive a compressed optimizer, or to put one of its own in its place.
+
+    Raises:
+        ValueError: saying what to use instead.
+    """
+    # accelerate's launcher sets only the second one, in the Trainer's constructor.
+    if args.deepspeed or getattr(args, "hf_deepspeed_config", None):
+        raise ValueError(
+            f"optim={str(args.optim.value)!r} cannot work with DeepSpeed, which flattens parameters: without rows, "
+            "moments cannot be quantized. Use DDP, or FSDP2 (fsdp_version: 2), or one of DeepSpeed's optimizers."
+        )
 
 
 def refuse_what_needs_all_gradients(args: TrainingArguments, model: nn.Module) -> None:
