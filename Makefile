@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-lowest check clean
+.PHONY: demo examples-smoke test test-slow test-lowest check clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -13,6 +13,13 @@ BIN := .venv/bin
 
 demo: .venv/installed
 	$(BIN)/python examples/pretrain_from_scratch.py $(ARGS)
+
+# The other examples, a few steps each.
+examples-smoke: .venv/installed
+	$(BIN)/python examples/finetune_smollm2.py --smoke --output outputs/smoke-finetune
+	$(BIN)/python examples/flash_plain_pytorch.py --smoke
+	$(BIN)/python examples/merge_and_push.py --smoke
+	$(BIN)/python examples/evaluate_merged.py --smoke
 
 # Triton decides between compiling and interpreting when it is imported, hence two processes.
 test: .venv/installed

@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--merge-interval", type=int, default=45)
-    parser.add_argument("--learning-rate", type=float, default=8e-3)
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--adamw-learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -1,0 +1,144 @@
+"""The tables of README.md, made from the committed results, so that no figure stands there that was not measured.
+
+python benchmarks/tables.py          # writes them into README.md
+python benchmarks/tables.py --check  # exits with 1 if README.md says anything else
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A Markdown table; all columns but the first are right-aligned."""
+    header = list(header)
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def demo() -> str:
+    rows = {name: row for name, row in load("demo").items() if isinstance(row, dict)}
+    return table(
+        ("", "POET-X + flash_adamw", "AdamW"), ((name, row["poetx"], row["adamw"]) for name, row in rows.items())
+    )
+
+
+NAMES = {
+    "flash_adamw_24": "FlashAdamW, 24-bit master",
+    "flash_adamw_32": "FlashAdamW, 32-bit master",
+    "flash_adamw_fp32": "FlashAdamW, fp32 weights",
+    "flash_adamw_24_fp32_moments": "FlashAdamW, moments not quantized",
+    "flash_lion_24": "FlashLion",
+    "flash_sgdw_24": "FlashSGDW",
+    "flashoptim_adamw_24": "flashoptim 0.1.4 FlashAdamW, 24-bit",
+    "flashoptim_lion_24": "flashoptim 0.1.4 FlashLion",
+    "torch_adamw_fused_fp32": "torch AdamW fused, fp32",
+    "torch_adamw_fused_bf16": "torch AdamW fused, bf16, no master",
+}
+
+
+def optimizer_step() -> str:
+    measured = load("optimizer_step")["results"]["1B"]["optimizers"]
+    return table(
+        ("optimizer", "ms", "against ours", "state, bytes a parameter", "share of copy bandwidth"),
+        (
+            (
+                label,
+                f"{measured[name]['milliseconds']:.2f}",
+                f"{measured[name]['ratio']:.2f}x",
+                f"{measured[name]['state_bytes_per_parameter']:.2f}",
+                f"{measured[name]['share_of_copy']:.0%}",
+            )
+            for name, label in NAMES.items()
+            if name in measured
+        ),
+    )
+
+
+def full_finetune() -> str:
+    labels = {
+        "adamw_fp32_master": "AdamW, fp32 master weights",
+        "adamw_bf16": "AdamW, bf16 without master",
+        "flash_adamw": "FlashAdamW",
+        "flash_adamw_release": "FlashAdamW, gradient release",
+    }
+    methods = load("full_finetune")["results"]["methods"]
+    return table(
+        ("Llama-8B, batch 1, 1024 tokens", "peak GiB", "ms a step", "bytes a parameter with gradients"),
+        (
+            (
+                label,
+                f"{methods[name]['peak_gibibytes']:.1f}",
+                f"{methods[name]['milliseconds']:.0f}",
+                f"{methods[name]['with_gradients_bytes_per_parameter']:.2f}",
+            )
+            for name, label in labels.items()
+            if name in methods
+        ),
+    )
+
+
+def layer() -> str:
+    labels = {
+        "linear": "nn.Linear, trained",
+        "linear_frozen": "nn.Linear, frozen",
+        "poetx_fast": "POET-X fast",
+        "poetx_mem": "POET-X mem",
+        "lora_r64": "PEFT LoRA r64",
+        "oft": "PEFT OFT",
+    }
+    shapes = load("layer")["results"]
+    header = ["layer", *(f"{shape['in_features']} to {shape['out_features']}" for shape in shapes)]
+    rows = []
+    for name, label in labels.items():
+        cells = [shape["layers"][name] for shape in shapes]
+        rows.append([label, *(f"{cell['milliseconds']:.2f} ms ({cell['ratio']:.2f}x)" for cell in cells)])
+    return table(header, rows)
+
+
+def permutation_group() -> str:
+    rows: dict[int, list[float]] = {}
+    for record in load("pretraining_permutation_group")["records"]:
+        rows.setdefault(record["run"]["permutation_group"], []).append(record["held_out_loss"])
+    return table(
+        ("columns moved together", "held-out loss, mean of 3 seeds", "lowest", "highest"),
+        ((name, f"{statistics.mean(v):.3f}", f"{min(v):.3f}", f"{max(v):.3f}") for name, v in rows.items()),
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (demo, optimizer_step, full_finetune, layer, permutation_group)
+}
+
+
+def rendered(text: str) -> str:
+    """The text with all its tables made anew."""
+    return SECTION.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    text = README.read_text()
+    if arguments.check:
+        sys.exit(text != rendered(text))
+    README.write_text(rendered(text))
+
+
+if __name__ == "__main__":
+    main()
