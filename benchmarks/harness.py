@@ -70,7 +70,7 @@ def environment() -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -103,6 +103,15 @@ def _peak_bytes(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def _command() -> str:
+    """The command as given, without where its output went."""
+    arguments = sys.argv[1:]
+    if "--output" in arguments:
+        position = arguments.index("--output")
+        del arguments[position : position + 2]
+    return shlex.join(["python", sys.argv[0], *arguments])
 
 
 def _output(command: list[str]) -> str:

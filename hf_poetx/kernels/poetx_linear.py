@@ -114,8 +114,12 @@ def forward(
     layer = _layer_of(x, out_features, bias, entries_in, entries_out, (group_in, group_out))
     side_in, side_out = layer.sides
     _, blocks = layer.skew_and_blocks((entries_in, entries_out))
-    rotated = side_in.apply(side_in.stored(x), blocks[0], side_in.tail_block(tail_in, dtype), permutation_in)
-    inner = _multiply(rotated, weight.to(dtype).t(), side_out.row_major)
+    # Intermediate activations get no name, so that they are freed as soon as they have been used.
+    inner = _multiply(
+        side_in.apply(side_in.stored(x), blocks[0], side_in.tail_block(tail_in, dtype), permutation_in),
+        weight.to(dtype).t(),
+        side_out.row_major,
+    )
     tail_block = side_out.tail_block(tail_out, dtype)
     result = side_out.apply(inner, blocks[1], tail_block, permutation_out, bias=bias)
     return with_contiguous_rows(result), (inner if side_out.row_major else inner.t()).view(-1)
@@ -140,8 +144,11 @@ def backward(
     if needs_in or (needs_out and kept is None):
         x = side_in.stored(x)
     if needs_x or needs_in:
-        outer = side_out.apply(stored_gradient, blocks[1], tails[1], permutation_out, transpose=True)
-        inner_gradient = _multiply(outer, weight, side_in.row_major)
+        inner_gradient = _multiply(
+            side_out.apply(stored_gradient, blocks[1], tails[1], permutation_out, transpose=True),
+            weight,
+            side_in.row_major,
+        )
     if needs_x:
         x_gradient = side_in.apply(inner_gradient, blocks[0], tails[0], permutation_in, transpose=True)
         results.append(with_contiguous_rows(x_gradient))
@@ -151,8 +158,7 @@ def backward(
         operands[0] = (x, inner_gradient, permutation_in)
     if needs_out:
         if kept is None:
-            rotated = side_in.apply(x, blocks[0], tails[0], permutation_in)
-            inner = _multiply(rotated, weight.t(), side_out.row_major)
+            inner = _multiply(side_in.apply(x, blocks[0], tails[0], permutation_in), weight.t(), side_out.row_major)
         elif side_out.row_major:
             inner = kept.view(gradient.shape)
         else:

@@ -130,7 +130,7 @@ def _gradient_kernel(
     program, split = tl.program_id(0), tl.program_id(1)
     index = program // (row_tiles * column_tiles)
     matrix, size = blocks + (split.to(tl.int64) * num_blocks + index) * BLOCK * BLOCK, BLOCK
-    if MASKED:
+    if tail is not None:
         if index == num_blocks:
             matrix, size = tail + split.to(tl.int64) * rest * rest, rest
     left, right, permutation, start, stride = first_left, first_right, first_permutation, index * BLOCK, first_stride
@@ -209,7 +209,8 @@ def rotation_gradient(
         (left.shape[1],), left.shape[0], block, (permutation_group,), row_major,
         left.dtype, left.device, torch.get_float32_matmul_precision(),
     )  # fmt: skip
-    return gradients((aligned(convert(left)), aligned(convert(right)), permutation))
+    blocks, tail = gradients((aligned(convert(left)), aligned(convert(right)), permutation))
+    return blocks, blocks.new_empty(0, 0) if tail is None else tail
 
 
 @lru_cache(4096)
@@ -269,23 +270,26 @@ class Gradients:
         precision = _precision(matmul_precision)
         constants = (block, contiguity, row_major, aligned_strides, masked, precision, *tiles[:3])
         self._plan = Plan(_gradient_kernel, (programs, self.splits, 1), integers, constants, *tiles[3:])
-        self._shape, self._tail_shape = (self.splits, sum(counts), block, block), (self.splits, rest, rest)
+        parts = (self.splits,) if self.splits > 1 else ()
+        self._shape, self._tail_shape = (*parts, sum(counts), block, block), (*parts, rest, rest) if rest else None
         self._device = device
 
     def __call__(
         self, first: Sequence[Tensor], second: Sequence[Tensor] = (None, None, None)
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """``left^T right`` of each block, given left, right and permutation of each rotation.
 
         Returns:
-            ``[num_blocks, block, block]`` and ``[rest, rest]`` in fp32; the blocks of the second rotation follow those
-            of the first. Parts of the tokens are summed in a fixed order, so the result does not depend on which
-            program finishes first.
+            ``[num_blocks, block, block]`` and, where blocks do not cover all columns, ``[rest, rest]``, in fp32; the
+            blocks of the second rotation follow those of the first. Parts of the tokens are summed in a fixed order,
+            so the result does not depend on which program finishes first.
         """
         blocks = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-        tail = torch.empty(self._tail_shape, dtype=torch.float32, device=self._device)
+        tail = self._tail_shape and torch.empty(self._tail_shape, dtype=torch.float32, device=self._device)
         self._plan(*first, *second, blocks, tail)
-        return (blocks[0], tail[0]) if self.splits == 1 else (blocks.sum(0), tail.sum(0))
+        if self.splits > 1:
+            return blocks.sum(0), None if tail is None else tail.sum(0)
+        return blocks, tail
 
 
 @lru_cache(4096)

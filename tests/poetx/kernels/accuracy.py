@@ -4,8 +4,9 @@ import os
 
 import torch
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter multiplies bf16 operands wrongly, so bf16 is tested on a GPU only.
-DTYPES = [torch.float32, torch.float16] + ([] if os.environ.get("TRITON_INTERPRET") == "1" else [torch.bfloat16])
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 
 
 def relative_error(found, truth) -> float:

@@ -3,7 +3,7 @@ import torch
 
 from hf_poetx.ops.rotate import rotate as reference
 from hf_poetx.ops.rotate import rotation_gradient as reference_gradient
-from tests.poetx.kernels.accuracy import DTYPES, assert_as_accurate, to
+from tests.poetx.kernels.accuracy import DTYPES, INTERPRETED, assert_as_accurate, to
 
 pytest.importorskip("triton")
 from hf_poetx.kernels import rotate as kernels
@@ -18,6 +18,8 @@ SHAPES = [
     (24, 24, 8, 70),
     (130, 20, 2, 1),
 ]
+if not INTERPRETED:  # the tiles of real models, which the interpreter takes minutes for
+    SHAPES += [(1024, 256, 16, 200), (1024, 256, 1, 200), (1100, 256, 4, 130), (2048, 512, 32, 100)]
 
 
 def make(width, block, group, tokens, dtype):
