@@ -292,12 +292,14 @@ def test_a_push_that_failed_in_an_upload_leaves_no_commit_and_resumes_with_what_
     (error, _, message), pulled = run_client(push_and_pull, tmp_path / "push")
     assert error == "RuntimeError" and "Error while uploading" in message
     assert pulled == {} and not hub.calls("commit")
-    refused = objects(hub, OUT_OF_SPACE)
-    assert len(refused) == 1 and refused | objects(hub) == set(weights.values())
+    # The client uploads in parallel and may give up before all of the others were sent.
+    refused, sent = objects(hub, OUT_OF_SPACE), objects(hub)
+    assert len(refused) == 1 and sent and refused.isdisjoint(sent)
 
     hub.log.clear()
     assert run_client(push_and_pull, tmp_path / "push") == [SUCCESS, weights]
-    assert len(hub.calls("lfs_upload")) == 1 and objects(hub) == refused
+    missing = set(weights.values()) - sent
+    assert objects(hub) == missing and len(hub.calls("lfs_upload")) == len(missing)
 
 
 def test_a_push_that_failed_in_its_commit_resumes_without_sending_anything_again(
