@@ -72,6 +72,24 @@ def test_a_fresh_wrap_gives_the_outputs_of_the_quantized_model(quantized):
     assert torch.allclose(logits(model), before, atol=1e-5)
 
 
+def test_a_bias_of_a_quantized_layer_stays_outside_of_the_rotations():
+    if not HAVE["bitsandbytes"]:
+        pytest.skip("bitsandbytes is not installed")
+    import bitsandbytes as bnb
+
+    linear = nn.Linear(64, 32)
+    base = bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False)
+    base.load_state_dict(linear.state_dict())
+    base.to("cpu")
+    x = torch.randn(5, 64)
+    before = base(x)
+    model = wrap(nn.Sequential(base), target_modules=["0"])
+    assert torch.equal(model(x), before)
+    randomize_skew(model)
+    # A rotation of zero is zero, so what comes out is the bias itself.
+    assert torch.allclose(model(torch.zeros(1, 64)), linear.bias[None], atol=1e-6)
+
+
 def test_every_adapter_on_a_quantized_base_trains(quantized):
     model = wrap(quantized())
     train_step(model)
