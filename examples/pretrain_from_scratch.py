@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments.steps, arguments.batch, arguments.merge_interval = 11, 4, 3
+        arguments.steps, arguments.batch, arguments.merge_interval = 5, 4, 3
     return arguments
 
 
@@ -217,6 +217,8 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     dtype = fast_dtype()
     train_texts, held_out_texts = load_texts(arguments.dataset)
+    if arguments.smoke:
+        train_texts, held_out_texts = train_texts[-8:], held_out_texts[-1:]
     if arguments.model:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     else:
