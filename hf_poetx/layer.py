@@ -169,9 +169,11 @@ class PoetXLayer(BaseTunerLayer):
         for name in self.adapter_layer_names + self.buffer_names:
             container = getattr(self, name)
             if adapter_name in container and not container[adapter_name].is_meta:
-                moved = container[adapter_name].to(device)
-                if moved is not container[adapter_name]:
-                    container[adapter_name] = moved if name in self.buffer_names else nn.Parameter(moved.detach())
+                tensor = container[adapter_name]
+                moved = tensor.detach().to(device)
+                if moved.device != tensor.device:
+                    trained = tensor.requires_grad
+                    container[adapter_name] = moved if name in self.buffer_names else nn.Parameter(moved, trained)
 
     def rotation(self, adapter_name: str, side: str) -> Rotation | None:
         """An adapter's rotation of a side, or None where a single column leaves nothing to rotate."""
