@@ -66,12 +66,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lm-eval", action="store_true", help="run the LM Evaluation Harness too")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model and a few steps")
     parser.add_argument("--block", type=int, default=256)
-    parser.add_argument("--merge-interval", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--merge-interval", type=int, default=0, help="default: never merge")
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--characters", type=int, default=4000, help="of each held-out text that are evaluated")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--characters", type=int, default=2000, help="of each held-out text that are evaluated")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.steps, arguments.merge_interval, arguments.block, arguments.characters = 4, 2, 32, 500
