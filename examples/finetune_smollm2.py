@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.steps, arguments.batch, arguments.block, arguments.sequence = 3, 2, 16, 64
