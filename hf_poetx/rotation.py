@@ -53,7 +53,8 @@ def draw_permutation(width: int, group: int, seed: int, name: str, merge_count: 
 def full_precision(device: torch.device) -> Iterator[None]:
     """Products in true fp32: autocast, TF32 and bf16 products are off inside, whatever the user set, and restored after."""
     # `fp32_precision` replaces `set_float32_matmul_precision` from torch 2.9 on; the two must not be mixed.
-    backends = [b for b in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if hasattr(b, "fp32_precision")]
+    candidates = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    backends = [backend for backend in candidates if hasattr(backend, "fp32_precision")]
     before = [backend.fp32_precision for backend in backends] or torch.get_float32_matmul_precision()
     if backends:
         for backend in backends:
