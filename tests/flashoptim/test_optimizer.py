@@ -19,6 +19,7 @@ from hf_flashoptim import (
     reconstruct_fp32_param,
 )
 from tests.flashoptim.models import ALL, assert_bit_equal, mixed_model, set_gradients, small_model, tensors_of, train
+from tests.versions import needs
 
 EACH = pytest.mark.parametrize("cls, options", ALL.values(), ids=ALL.keys())
 
@@ -487,6 +488,7 @@ def test_non_finite_gradients_never_reach_other_groups_or_parameters(name, dtype
         assert torch.equal(p, q)
 
 
+@needs("torch", "2.8", "compiled code is thrown away with the gradients that it saw")
 def test_compiling_the_step_follows_rate_and_step_without_recompiling():
     eager, compiled = small_model(), small_model()
     optimizers = [FlashAdamW(m.parameters(), lr=torch.tensor(1e-3)) for m in (eager, compiled)]

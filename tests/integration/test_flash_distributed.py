@@ -33,7 +33,10 @@ from tests.integration.flash_ranks import (
     save_all,
     trained,
 )
+from tests.versions import needs_fsdp2_on_gloo
 
+# All of it, as one start of the processes does everything.
+pytestmark = needs_fsdp2_on_gloo
 ROOT = Path(__file__).parents[2]
 WORLDS = ("2", "4")
 

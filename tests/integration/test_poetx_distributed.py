@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_poetx import attach_merging, create_poetx_optimizer, merge_step, merge_then_reinitialize
 from hf_poetx.optimizer import trainable_skew
 from tests.poetx_training import assert_same_state, batches, merge_counts, tiny_llama, tiny_poetx
+from tests.versions import needs_fsdp2_on_gloo
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2
@@ -208,6 +209,7 @@ def test_ddp_equals_one_process_with_the_same_batch(ranks):
     assert_states_close(ranks[0]["ddp"], alone, tiny_poetx(**UNEVEN, train_rest=True))
 
 
+@needs_fsdp2_on_gloo
 def test_fsdp2_equals_one_process_with_the_same_batch(ranks):
     alone, losses = run_alone(SGD)
     for rank in ranks:
@@ -227,6 +229,7 @@ def test_fsdp2_resumes_from_a_distributed_checkpoint_bitwise(ranks):
     assert_states_equal(ranks[0]["fsdp2"]["resumed"], ranks[0]["fsdp2"]["state"])
 
 
+@needs_fsdp2_on_gloo
 def test_distributed_checkpoint_of_two_ranks_goes_on_in_one_process(folder):
     model = tiny_poetx(**UNEVEN, model_seed=5)
     optimizer = create_poetx_optimizer(model, **SGD)

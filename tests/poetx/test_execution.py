@@ -18,6 +18,7 @@ from tests.poetx.helpers import (
     train_step,
     trained_poetx,
 )
+from tests.versions import needs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -150,6 +151,7 @@ def test_checkpointed_activations_give_the_same_gradients(family, use_reentrant)
     assert all(torch.equal(plain[name], recomputed[name]) and plain[name].any() for name in plain)
 
 
+@needs("torch", "2.8", "transformers' plain model is not one graph either")
 @pytest.mark.parametrize("mode", ["fast", "mem"])
 def test_one_full_graph_trains_like_the_plain_model_through_all_merges(mode):
     losses = []

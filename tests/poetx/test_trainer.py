@@ -22,6 +22,7 @@ from tests.poetx_training import (
     tiny_llama,
     tiny_poetx,
 )
+from tests.versions import needs
 
 
 def poetx_callbacks(trainer) -> list[PoetXCallback]:
@@ -371,6 +372,7 @@ def test_sharding_that_loses_base_weights_is_refused_at_the_start(tmp_path, name
     never.train()
 
 
+@needs("accelerate", "1.11", "no plugin for FSDP is made without an accelerator")
 @pytest.mark.filterwarnings("ignore")
 def test_sharding_asked_for_by_arguments_is_seen(tmp_path):
     """The Trainer's default is a full state dict."""
