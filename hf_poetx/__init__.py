@@ -6,8 +6,8 @@ Importing it registers the method with PEFT and joins transformers' Trainer.
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils import register_peft_method
 
+from .adapter_card import install as install_cards
 from .card import CardFacts, write_card
-from .card import install as install_cards
 from .config import POETX, PoetXConfig
 from .export import ExportSummary, merge_checkpoint, merge_to_checkpoint
 from .model import PoetXModel, get_poetx_model

@@ -1,8 +1,6 @@
 """Model cards: what was trained, how, and what was measured; what was not measured is not in them."""
 
-import functools
 import json
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,13 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from peft import PeftModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from .adapter_file import AdapterFile
 from .checkpoint import poetx_layers
-from .config import NO_BASE_ON_DISK, POETX, PoetXConfig
+from .config import NO_BASE_ON_DISK, PoetXConfig
 from .export import ExportSummary
 from .ops.cayley import largest_singular_value
 
@@ -26,9 +23,7 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 LOSS_PLOT = "loss.png"
 
 # Between them lies the part of an adapter's card that is ours, whatever else the card says.
-_BEGIN, _END = "<!-- poetx -->", "<!-- /poetx -->"
-# What the cards that libraries write by themselves consist of.
-_PLACEHOLDER = "[More Information Needed]"
+BEGIN, END = "<!-- poetx -->", "<!-- /poetx -->"
 # Settings worth a line, in this order.
 _SETTINGS = (
     "block",
@@ -172,13 +167,7 @@ class CardFacts:
     @property
     def base_on_hub(self) -> str | None:
         """The base model's repository, None where it is a folder of this machine."""
-        if self.base is None or Path(self.base).exists():
-            return None
-        try:
-            validate_repo_id(self.base)
-        except HFValidationError:
-            return None
-        return self.base
+        return None if self.base is None else hub_name(self.base)
 
     @property
     def base_link(self) -> str:
@@ -247,6 +236,17 @@ class CardFacts:
         )
 
 
+def hub_name(name: str) -> str | None:
+    """The name of a model if it can be one of the Hub's, None if it is that of a folder."""
+    if Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
 def _figure(value: float | None) -> str | None:
     return None if value is None else f"{value:.3g}"
 
@@ -277,7 +277,7 @@ def section(facts: CardFacts) -> str:
     )
     usage = ["", "```python", facts.usage, "```"]
     merge = ["", "`poetx merge ADAPTER OUT` makes a plain checkpoint of it."] if facts.is_adapter else []
-    return "\n".join([_BEGIN, "## Method", "", about, "", *facts.lines(), *usage, *merge, _END])
+    return "\n".join([BEGIN, "## Method", "", about, "", *facts.lines(), *usage, *merge, END])
 
 
 def write_card(folder: str | Path, facts: CardFacts) -> Path:
@@ -314,66 +314,3 @@ def plot_loss(log_history: list[dict[str, Any]], file: Path) -> bool:
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
     return True
-
-
-def complete_adapter_card(model: PeftModel, folder: str | Path, title: str, more_tags: Iterable[str] = ()) -> None:
-    """Make an adapter's ``README.md`` tell of POET-X, and name a base model only where the Hub has it.
-
-    A card that is all placeholders is replaced; of any other the text is kept, but for the section that is ours.
-    """
-    file, facts = Path(folder) / "README.md", CardFacts.of_model(model, title)
-    card = ModelCard.load(file, ignore_metadata_errors=True)
-    tags = {tag for tag in (*(card.data.get("tags") or ()), *more_tags) if not tag.startswith("base_model:")}
-    if _PLACEHOLDER in card.text:
-        write_card(folder, facts)
-        card = ModelCard.load(file)
-    else:
-        text = card.text
-        if _BEGIN in text:
-            text = text.partition(_BEGIN)[0].rstrip() + text.partition(_END)[2]
-        card.text = f"{text.rstrip()}\n\n{section(facts)}\n"
-    card.data["library_name"] = "peft"
-    card.data["tags"] = sorted({*tags, "poetx"})
-    card.data.pop("base_model", None)
-    if facts.base_on_hub:
-        card.data["base_model"] = facts.base_on_hub
-    card.save(file)
-
-
-def _is_poetx(model: PeftModel) -> bool:
-    return model.peft_config[model.active_adapters[0]].peft_type == POETX
-
-
-def _completing_the_card(original: Callable[..., None]) -> Callable[..., None]:
-    """The card that PEFT writes with every adapter."""
-
-    @functools.wraps(original)
-    def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
-        file = Path(output_dir) / "README.md"
-        # PEFT drops the tags that are there.
-        tags = ModelCard.load(file, ignore_metadata_errors=True).data.get("tags") if file.exists() else None
-        original(self, output_dir)
-        if _is_poetx(self):
-            complete_adapter_card(self, output_dir, Path(output_dir).name, tags or ())
-
-    return create_or_update_model_card
-
-
-def _completing_the_pushed_card(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The card that ``model.push_to_hub`` uploads: transformers puts a general one over the one that was saved."""
-
-    @functools.wraps(original)
-    def _upload_modified_files(self: PeftModel, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> Any:
-        if _is_poetx(self):
-            complete_adapter_card(self, working_dir, repo_id)
-        return original(self, working_dir, repo_id, *args, **kwargs)
-
-    return _upload_modified_files
-
-
-def install() -> None:
-    """Complete the cards of POET-X adapters wherever PEFT and transformers write them, once."""
-    if hasattr(PeftModel.create_or_update_model_card, "__wrapped__"):
-        return
-    PeftModel.create_or_update_model_card = _completing_the_card(PeftModel.create_or_update_model_card)
-    PeftModel._upload_modified_files = _completing_the_pushed_card(PeftModel._upload_modified_files)

@@ -21,6 +21,7 @@ INTEGRATION = {
         "report",
         "export",
         "card",
+        "adapter_card",
         "cli",
     }
     | {"adapter_file", "adapter_report", "estimate", "merge_plan", "publish", "skeleton", "tensor_file"},

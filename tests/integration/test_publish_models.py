@@ -251,3 +251,29 @@ def test_trainer_pushes_merged_into_adapters_with_every_strategy(strategy: str, 
     assert metadata["base_model"] == "alice/base" and metadata["library_name"] == "peft"
     assert "poetx" in metadata["tags"] and "absorbed by the weights: 1" in text
     assert "learning_rate: 0.01" in text, "what the Trainer says stays"
+
+
+def push_with_local_base(folder: str) -> dict[str, Any]:
+    """Push an adapter on a base model in a folder, by itself and by the Trainer."""
+    from huggingface_hub import ModelCard, hf_hub_download
+
+    from tests.poetx_adapters import write_adapter, write_base
+    from tests.poetx_training import make_trainer, tiny_llama
+
+    folder = Path(folder)
+    model = write_adapter(write_base(tiny_llama(), folder / "base"), folder / "adapter", merge_interval=2)
+    model.push_to_hub("alice/by-itself")
+    repo, options = "alice/by-trainer", {"save_strategy": "steps", "save_steps": 2, "hub_strategy": "checkpoint"}
+    trainer = make_trainer(model, folder / "out", max_steps=2, push_to_hub=True, hub_model_id=repo, **options)
+    trainer.train()
+    trainer.push_to_hub()
+    checkpoint = hf_hub_download(repo, "last-checkpoint/README.md")
+    cards = [folder / "adapter/README.md", "alice/by-itself", repo, checkpoint]
+    return {"bases": [ModelCard.load(card).data.base_model for card in cards], "base": str(folder / "base")}
+
+
+def test_a_base_model_in_a_folder_is_named_on_disk_and_not_on_the_hub(
+    hub: HubServer, run_client: HubClient, tmp_path: Path
+):
+    seen = run_client(push_with_local_base, tmp_path)
+    assert seen["bases"] == [seen["base"], None, None, None]

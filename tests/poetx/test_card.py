@@ -9,8 +9,9 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard
 
 from hf_poetx import CardFacts, PoetXConfig, merge_checkpoint, write_card
+from hf_poetx.adapter_card import complete_adapter_card
 from hf_poetx.adapter_file import AdapterFile
-from hf_poetx.card import TEMPLATE, complete_adapter_card, training_arguments
+from hf_poetx.card import TEMPLATE, training_arguments
 from tests.poetx_adapters import write_adapter, write_base
 from tests.poetx_training import layers_of, make_trainer, tiny_llama
 
@@ -153,10 +154,12 @@ def test_an_adapter_has_a_card_of_its_own(scratch: bool, tmp_path: Path):
     model = tiny_llama() if scratch else write_base(tiny_llama(), tmp_path / "base")
     write_adapter(model, tmp_path / "adapter", merges=2)
     text, metadata = (tmp_path / "adapter/README.md").read_text(), header(tmp_path / "adapter")
-    assert "base_model" not in metadata and "no base model on disk" not in text
+    # As PEFT has it in a folder, of a base model in a folder.
+    assert metadata.get("base_model") == (None if scratch else str(tmp_path / "base"))
     assert metadata["library_name"] == "peft" and "poetx" in metadata["tags"]
     assert "absorbed by the weights: 2" in text and "import hf_poetx" in text
-    assert "More Information Needed" not in text and str(tmp_path) not in text
+    assert "More Information Needed" not in text and "no base model on disk" not in text
+    assert str(tmp_path) not in text.split("---\n", 2)[2]
 
 
 def test_an_adapters_base_on_the_hub_is_named(tmp_path: Path):
