@@ -15,7 +15,7 @@ from hf_flashoptim.kernels.coefficients import (
     power,
     store_coefficient,
 )
-from hf_flashoptim.kernels.companding import LARGEST, decode_second_moment, hypot, power_of_two
+from hf_flashoptim.kernels.companding import LARGEST, decode_second_moment, hypot, power_of_two, second_moment_dither
 from hf_flashoptim.kernels.storage import (
     first_moment,
     load_moment,
@@ -48,7 +48,7 @@ from hf_flashoptim.kernels.table import (
 
 # fp32's smallest normal number; ops/adam.py bounds the denominator the same way.
 SMALLEST = 1.1754943508222875e-38
-NEGATIVE_RATE, DECAY, ROOT_CORRECTION, INVERSE_BOUND = (tl.constexpr(index) for index in range(4))
+NEGATIVE_RATE, DECAY, ROOT_CORRECTION, INVERSE_BOUND, DITHER = (tl.constexpr(index) for index in range(5))
 
 
 def adam_step(
@@ -124,6 +124,7 @@ def _prepare(
             store_coefficient(table, tensors, coefficients, tensor, NEGATIVE_RATE, -rate * mean_correction)
             store_coefficient(table, tensors, coefficients, tensor, DECAY, 1.0 - rate * weight_decay)
             store_coefficient(table, tensors, coefficients, tensor, ROOT_CORRECTION, 1.0 / tl.sqrt(square_correction))
+            store_coefficient(table, tensors, coefficients, tensor, DITHER, second_moment_dither(step))
             store_coefficient(
                 table, tensors, coefficients, tensor, INVERSE_BOUND, tl.where(ratio < 1.0, 1.0 / bound, 0.0)
             )
@@ -162,6 +163,7 @@ def _step(
     decay = load_coefficient(table, tensors, coefficients, tensor, DECAY)
     inverse_bound = load_coefficient(table, tensors, coefficients, tensor, INVERSE_BOUND)
     root_correction = load_coefficient(table, tensors, coefficients, tensor, ROOT_CORRECTION)
+    dither = load_coefficient(table, tensors, coefficients, tensor, DITHER)
     for tile in range(first_tile, end):
         offset, mask, group, group_mask = offsets(table, tensors, tensor, groups, tile, TILE_GROUPS, REGULAR)
         stored, error = load_weight(params + offset, errors + offset, mask, ERROR, REGULAR)
@@ -190,7 +192,8 @@ def _step(
             master = tl.fma(update, negative_rate, master * decay)
             store_weight(params + offset, errors + offset, mask, master, DTYPE, ERROR)
         store_first_moment(means + offset, mean_scales + group, mask, group_mask, mean, QUANTIZED)
-        store_second_moment(squares + offset, square_scales + group, mask, group_mask, root, unit, QUANTIZED)
+        at = squares + offset
+        store_second_moment(at, square_scales + group, mask, group_mask, root, unit, dither, QUANTIZED)
 
 
 @triton.jit

@@ -14,6 +14,8 @@ LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 # Adding it leaves a number below 2^22 rounded to nearest, ties to even, in the low bits of the sum.
 ROUNDING_SHIFT = tl.constexpr(12582912.0)
+DITHER_STRIDE = tl.constexpr(2654435769)
+DITHER_UNIT = tl.constexpr(2.0**-25)
 
 
 @triton.jit
@@ -42,6 +44,13 @@ def group_scale(largest):
     bits = bits_of(tl.minimum(tl.maximum(largest, SMALLEST), LARGEST_BF16))
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
     return value_of(tl.where(largest <= LARGEST, rounded, NAN_BITS))
+
+
+@triton.jit
+def group_scale_rounded_up(largest):
+    """The same, but rounded up, except for what lies above a bf16 number by 256 ULPs or less."""
+    bits = bits_of(tl.minimum(tl.maximum(largest, SMALLEST), LARGEST_BF16))
+    return value_of(tl.where(largest <= LARGEST, (bits + (0x10000 - 256 - 1)) & -0x10000, NAN_BITS))
 
 
 @triton.jit
@@ -87,13 +96,20 @@ def decode_second_moment(codes, scale):
 
 
 @triton.jit
-def encode_second_moment(root, unit):
-    """Codes ``round(255 * root / scale)``, at least 1 where the root is not 0, and the scales.
+def second_moment_dither(step):
+    """What is added to the second moment's codes before they are rounded in a step, given in fp32."""
+    high = (step.to(tl.int32).to(tl.uint32) * DITHER_STRIDE) >> 8
+    return (2 * high.to(tl.int32) + (1 - 0x1000000)).to(tl.float32) * DITHER_UNIT
+
+
+@triton.jit
+def encode_second_moment(root, unit, dither):
+    """Codes ``round(255 * root / scale + dither)``, at least 1 where the root is not 0, and the scales.
 
     ``root`` is given in units ``[groups]``, powers of 2 near the groups' largest roots.
     """
-    scale = group_scale(tl.reduce(root, 1, _larger) * unit)
-    codes = root * (reciprocal(scale) * unit * 255.0)[:, None]
+    scale = group_scale_rounded_up(tl.reduce(root, 1, _larger) * unit)
+    codes = tl.fma(root, (reciprocal(scale) * unit * 255.0)[:, None], dither)
     codes = tl.where(root > 0.0, tl.maximum(tl.minimum(codes, 255.0), 1.0), 0.0)
     return bits_of(codes + ROUNDING_SHIFT).to(tl.uint8), scale
 

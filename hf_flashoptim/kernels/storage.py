@@ -97,10 +97,10 @@ def store_first_moment(at, scales_at, mask, group_mask, mean, QUANTIZED: tl.cons
 
 
 @triton.jit
-def store_second_moment(at, scales_at, mask, group_mask, root, unit, QUANTIZED: tl.constexpr):
+def store_second_moment(at, scales_at, mask, group_mask, root, unit, dither, QUANTIZED: tl.constexpr):
     """Store second moments, given their roots in units ``[groups]``, powers of 2."""
     if QUANTIZED:
-        codes, scale = encode_second_moment(root, unit)
+        codes, scale = encode_second_moment(root, unit, dither)
         tl.store(at, codes, mask=mask)
         tl.store(scales_at, (bits_of(scale) >> 16).to(tl.int16), mask=group_mask)
     else:

@@ -99,7 +99,7 @@ def adam_step_eager(
         shape, pieces = walk(param, bool(exp_avg_scales))
         weight = MasterWeight(param, item(error_bits, index), shape)
         exp_avg = FirstMoment(exp_avgs[index], item(exp_avg_scales, index), shape)
-        exp_avg_sq = SecondMoment(exp_avg_sqs[index], item(exp_avg_sq_scales, index), shape)
+        exp_avg_sq = SecondMoment(exp_avg_sqs[index], item(exp_avg_sq_scales, index), shape, step)
         grad_rows = grads[index].view(shape)
         for piece in pieces:
             grad = read_gradient(grad_rows, piece, maximize)

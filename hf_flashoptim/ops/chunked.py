@@ -4,6 +4,7 @@ This is how the step ops on the CPU keep their temporary memory small and indepe
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hf_flashoptim.ops.companding import (
     encode_first_moment,
     encode_second_moment,
     saturating_square,
+    second_moment_dither,
 )
 from hf_flashoptim.ops.error_correction import reconstruct_master_weight, split_master_weight
 from hf_flashoptim.ops.layout import Chunk, chunks, rows_and_cols
@@ -99,10 +101,21 @@ class FirstMoment:
 
 
 class SecondMoment(FirstMoment):
-    """An fp32 second moment, or its codes with their scales; read and written as its root."""
+    """An fp32 second moment, or its codes with their scales; read and written as its root.
+
+    Args:
+        values: fp32 moments, or uint8 codes.
+        scale: bf16 scales of the codes, or None with fp32 moments.
+        shape: ``(rows, cols)`` to walk through it.
+        step: the step that it is written in.
+    """
 
     _decode = staticmethod(decode_second_moment)
-    _encode = staticmethod(encode_second_moment)
+
+    def __init__(self, values: Tensor, scale: Tensor | None, shape: tuple[int, int], step: float) -> None:
+        super().__init__(values, scale, shape)
+        self._encode = partial(encode_second_moment, dither=second_moment_dither(step))
+
     _from_stored = staticmethod(torch.sqrt)
     _to_stored = staticmethod(saturating_square)
 

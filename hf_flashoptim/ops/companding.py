@@ -5,11 +5,18 @@ root s: ``code = round(255 * s / S)``, at least 1 where s > 0: an element far be
 its variance while it keeps its momentum, else its next update explodes. Rounding is to nearest, ties to even; to divide
 by S is to multiply by the fp32 number nearest to 1 / S.
 
-S is the group's largest magnitude rounded to bf16 and clamped to bf16's normal numbers, so it neither vanishes nor
-overflows, and codes are clamped because S may be rounded down. A group that holds inf or NaN gets the scale NaN: all
-of it decodes to NaN, whatever its codes are, and no other group is touched.
+In a step, the second moment's codes are rounded with a dither, one number d(t) for all elements:
+``code = round(255 * s / S + d(t))``. At beta2 = 0.999 and without gradients s falls by 0.05% a step, at most an eighth of
+a code: rounding to nearest would never let it fall, and a run whose gradients shrink would be stuck with step sizes that
+are too small.
 
-Source: FlashOptim (2026), algorithms 2 and 3, with bf16 in place of fp16 scales and the floor of 1.
+S is the group's largest magnitude rounded to bf16 and clamped to bf16's normal numbers, so it neither vanishes nor
+overflows. The first moment's is rounded to nearest, and its codes are clamped where S was rounded down. The second
+moment's is rounded up, as clamped codes are a loss that a slow mean would gather. A group that holds inf or NaN gets the
+scale NaN: all of it decodes to NaN, whatever its codes are, and no other group is touched.
+
+Source: FlashOptim (2026), algorithms 2 and 3, with bf16 in place of fp16 scales, the floor of 1,
+the dither, and the second moment's scale rounded up.
 """
 
 import torch
@@ -30,6 +37,16 @@ def group_scale(largest: Tensor) -> Tensor:
     """
     # inf * 0 is NaN; rounding to bf16 comes last and cannot leave the clamped range, whose ends bf16 holds exactly.
     return torch.add(largest.clamp(_SCALE_MIN, _SCALE_MAX), largest * 0).to(SCALE_DTYPE)
+
+
+def group_scale_rounded_up(largest: Tensor) -> Tensor:
+    """``group_scale``, but rounded up, except for what lies above a bf16 number by 256 fp32 ULPs or less.
+
+    A scale's own decoded value may be off by an ULP, near the smallest scales by 128, and must not move it.
+    """
+    bits = largest.clamp(_SCALE_MIN, _SCALE_MAX).view(torch.int32)
+    rounded = bits.add_(0x10000 - 256 - 1).bitwise_and_(-0x10000).view(torch.float32)
+    return rounded.add_(largest * 0).to(SCALE_DTYPE)
 
 
 def encode_first_moment(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,15 +70,34 @@ def decode_first_moment(codes: Tensor, scale: Tensor) -> Tensor:
     return from_groups(values, codes.shape[1])
 
 
-def encode_second_moment(root: Tensor) -> tuple[Tensor, Tensor]:
+# 2^32 over the golden ratio, whose multiples fill the unit interval evenly however many there are.
+_DITHER_STRIDE = 2654435769
+
+
+def second_moment_dither(step: float) -> float:
+    """What is added to the second moment's codes before they are rounded in step t: within +-1/2, exact in fp32.
+
+    Example:
+        >>> [round(second_moment_dither(t), 3) for t in (1, 2, 3, 4)]
+        [0.118, -0.264, 0.354, -0.028]
+    """
+    high = (int(step) * _DITHER_STRIDE % 2**32) >> 8
+    return (2 * high + 1 - 2**24) * 2**-25
+
+
+def encode_second_moment(root: Tensor, dither: float = 0.0) -> tuple[Tensor, Tensor]:
     """Encode the root of a second moment ``[rows, cols]`` in fp32, not negative.
+
+    Args:
+        root: fp32 ``[rows, cols]``.
+        dither: added to the codes before rounding.
 
     Returns:
         Codes uint8 ``[rows, cols]``, 0 only where the root is 0, and scales bf16 ``[rows, ceil(cols / 32)]``.
     """
     groups = to_groups(root)
-    scale = group_scale(groups.amax(-1))
-    codes = (groups * scale.float().reciprocal_().unsqueeze(-1)).mul_(255.0).round_().clamp_(max=255.0)
+    scale = group_scale_rounded_up(groups.amax(-1))
+    codes = (groups * scale.float().reciprocal_().unsqueeze(-1)).mul_(255.0).add_(dither).round_().clamp_(max=255.0)
     codes = torch.maximum(codes, groups.sign(), out=codes).to(torch.int32).to(torch.uint8)
     return from_groups(codes, root.shape[1]), scale
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_flashoptim import FlashAdamW, reconstruct_fp32_param
+from hf_flashoptim.ops.companding import dequantize_second_moment
 
 SHAPE = (64, 128)
 STEPS = 50
@@ -69,6 +70,26 @@ def test_half_of_all_gradients_zero_keeps_updates_bounded(scale, dtype, zeros):
     assert ours.isfinite().all()
     assert ours.abs().max() <= 2 * truth.abs().max()
     assert not ours[truth == 0].any(), "what has no gradient does not move"
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_second_moment_follows_gradients_that_shrink_or_grow(factor):
+    """At beta2 = 0.999 the root falls by at most an eighth of a code a step: less than rounding to nearest lets pass."""
+    ours = nn.Parameter(torch.zeros(8, 64))
+    truth = nn.Parameter(torch.zeros(8, 64, dtype=torch.float64))
+    flash, reference = FlashAdamW([ours], lr=0.0, betas=(0.9, 0.999)), torch.optim.AdamW([truth], lr=0.0)
+    for step in range(4000):
+        ours.grad = torch.randn(8, 64) * (1.0 if step < 500 else factor)
+        truth.grad = ours.grad.double()
+        flash.step()
+        reference.step()
+    state = flash.state[ours]
+    moment = dequantize_second_moment(state["exp_avg_sq_codes"], state["exp_avg_sq_scale"])
+    ratio = (moment.double() / reference.state[truth]["exp_avg_sq"]).sqrt()
+    # A root remembers some 1000 roundings, each off by 0.29 codes in the mean: 9 codes of about 200 if they were
+    # independent, and a dither that fills the unit interval evenly does no worse. Rounding to nearest is off by 300%.
+    assert abs(ratio.mean() - 1) <= 9 / 200
+    assert (ratio - 1).abs().max() <= 4 * 9 / 200
 
 
 def test_fp32_moments_differ_from_adamw_by_rounding_in_fp32_only():

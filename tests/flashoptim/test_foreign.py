@@ -126,7 +126,7 @@ def test_codes_in_whole_groups_are_taken_over_as_they_are():
         ("error_bits", lambda t: t[:-1]),
         ("error_bits", lambda t: t.int()),
     ],
-    ids=str,
+    ids=["scales-short", "codes-short", "codes-dtype", "errors-short", "errors-dtype"],
 )
 def test_damaged_state_is_refused(key, change):
     p = nn.Parameter(torch.randn(8, 64).bfloat16())

@@ -11,13 +11,19 @@ from tests.conftest import INTERPRETED
 
 
 @triton.jit
-def _round_trip(values, codes, scales, decoded, GROUPS: tl.constexpr, SECOND: tl.constexpr):
+def _dither(steps, dithers, COUNT: tl.constexpr):
+    at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(dithers + at, kernels.second_moment_dither(tl.load(steps + at)))
+
+
+@triton.jit
+def _round_trip(values, codes, scales, decoded, dither, GROUPS: tl.constexpr, SECOND: tl.constexpr):
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     loaded = tl.load(values + at)
     if SECOND:
         unit, inverse = kernels.power_of_two(tl.max(loaded, axis=1))
-        code, scale = kernels.encode_second_moment(loaded * inverse[:, None], unit)
+        code, scale = kernels.encode_second_moment(loaded * inverse[:, None], unit, dither)
         tl.store(decoded + at, kernels.decode_second_moment(code, scale))
     else:
         code, scale = kernels.encode_first_moment(loaded)
@@ -26,13 +32,13 @@ def _round_trip(values, codes, scales, decoded, GROUPS: tl.constexpr, SECOND: tl
     tl.store(scales + group, scale)
 
 
-def round_trip(values, second, device):
+def round_trip(values, second, device, dither=0.0):
     """Codes, scales and decoded values of ``[groups, 32]``, groups being a multiple of 16."""
     values = values.to(device)
     codes = torch.empty(values.shape, dtype=torch.uint8 if second else torch.int8, device=device)
     scales, decoded = torch.empty(len(values), device=device), torch.empty_like(values)
     _round_trip[(len(values) // 16,)](
-        values, codes, scales, decoded, GROUPS=16, SECOND=second, num_warps=1, enable_fp_fusion=False
+        values, codes, scales, decoded, dither, GROUPS=16, SECOND=second, num_warps=1, enable_fp_fusion=False
     )
     return codes.cpu(), scales.cpu(), decoded.cpu()
 
@@ -53,10 +59,13 @@ def hard_values():
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 def test_codes_scales_and_values_equal_the_oracle(second, kernel_device):
     values = hard_values().abs() if second else hard_values()
-    encode = companding.encode_second_moment if second else companding.encode_first_moment
+    dither = 0.375 if second else 0.0
     decode = companding.decode_second_moment if second else companding.decode_first_moment
-    expected, scale = encode(values)
-    codes, scales, decoded = round_trip(values, second, kernel_device)
+    if second:
+        expected, scale = companding.encode_second_moment(values, dither)
+    else:
+        expected, scale = companding.encode_first_moment(values)
+    codes, scales, decoded = round_trip(values, second, kernel_device, dither)
     assert torch.equal(scales.isnan(), scale.flatten().isnan())
     assert torch.equal(scales.nan_to_num(), scale.flatten().float().nan_to_num())
     clean = ~scales.isnan()
@@ -89,3 +98,11 @@ def test_every_first_moment_decodes_to_the_bits_of_the_oracle(kernel_device):
     again, _, decoded = round_trip(rows, False, kernel_device)
     assert torch.equal(again[: len(values), 0].int(), codes.int())
     assert torch.equal(decoded[: len(values), 0], values)
+
+
+def test_dither_of_every_step_is_exactly_the_oracles(kernel_device):
+    steps = torch.cat([torch.arange(1.0, 513.0), 2.0**24 - torch.arange(512.0)])
+    dithers = torch.empty(1024, device=kernel_device)
+    _dither[(2,)](steps.to(kernel_device), dithers, COUNT=512)
+    expected = [companding.second_moment_dither(step) for step in steps.tolist()]
+    assert dithers.tolist() == expected and len(set(expected)) == 1024 and max(map(abs, expected)) < 0.5
