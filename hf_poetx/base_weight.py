@@ -40,6 +40,17 @@ def row_normalize_(weight: Tensor, transposed: bool) -> None:
     copy_full_(weight, whole / torch.where(norms > 0, norms, 1))
 
 
+def frobenius_norm(weight: Tensor) -> Tensor:
+    """0-dim fp64: a sum in fp32 would be off by more than what a merge changes."""
+    return torch.linalg.vector_norm(weight, dtype=torch.float64)
+
+
+def with_norm(weight: Tensor, norm: Tensor) -> Tensor:
+    """A weight scaled to a Frobenius norm; zeros stay."""
+    own = frobenius_norm(weight)
+    return weight * torch.where(own > 0, norm / own, 1).to(weight.dtype)
+
+
 def relative_change(before: Tensor, after: Tensor) -> float:
     """Frobenius norm of the difference over that of `before`; the norm itself where `before` is zero."""
     norm = before.norm()

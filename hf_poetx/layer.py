@@ -15,11 +15,13 @@ from .base_weight import (
     QuantizedStash,
     copy_full_,
     fingerprint,
+    frobenius_norm,
     full_tensor,
     join_error_bits,
     relative_change,
     row_normalize_,
     split_error_bits,
+    with_norm,
 )
 from .config import PoetXConfig
 from .ops.cayley import largest_singular_value
@@ -146,7 +148,7 @@ class PoetXLayer(BaseTunerLayer):
 
     def _record_start(self, adapter_name: str, config: PoetXConfig) -> None:
         weight = full_tensor(self.get_base_layer().weight).detach().float()
-        self.poetx_start_norm[adapter_name] = weight.norm().double()
+        self.poetx_start_norm[adapter_name] = frobenius_norm(weight)
         if config.track_spectrum:
             self.poetx_start_spectrum[adapter_name] = torch.linalg.svdvals(weight)
         if config.base_error_bits:
@@ -327,9 +329,19 @@ class PoetXLayer(BaseTunerLayer):
             )
         self.check_finite(adapter_name)
 
+    def _norm_at_start(self, adapter_name: str) -> Tensor:
+        """Frobenius norm, 0-dim fp64, that merges keep; the adapter's file holds it."""
+        if adapter_name not in self.poetx_start_norm or not int(self.poetx_merge_count[adapter_name]):
+            # Sharded loading may have wrapped the model on this rank before its weights were there.
+            self.poetx_start_norm[adapter_name] = frobenius_norm(self.base_weight(adapter_name))
+        return self.poetx_start_norm[adapter_name]
+
     @torch.no_grad()
     def merge_then_reinitialize(self, adapter_name: str) -> LayerMerge:
         """Write the exactly rotated weight, then start over: skew entries of zero and new permutations.
+
+        Before it is rounded, the weight is scaled to the norm that it had at the start: rounding to bf16 takes about
+        1.4e-6 of the norm at every merge, always in the same direction, and of every singular value with it.
 
         All is written in place, so compiled graphs, CUDA graphs and optimizers keep what they hold. Whether it can be
         done must have been asked before, for all layers of the model: `check_reinitializable`.
@@ -338,7 +350,7 @@ class PoetXLayer(BaseTunerLayer):
             (largest_singular_value(full_tensor(p)).max().item() for p in self.skew_parameters(adapter_name)),
             default=0.0,
         )
-        exact = self.effective_weight(adapter_name, exact=True)
+        exact = with_norm(self.effective_weight(adapter_name, exact=True), self._norm_at_start(adapter_name))
         jump = relative_change(self.effective_weight(adapter_name), exact)
         if adapter_name in self.poetx_error_bits:
             exact, error_bits = split_error_bits(exact, self.get_base_layer().weight.dtype)

@@ -122,7 +122,8 @@ def test_a_periodic_merge_keeps_the_spectrum_and_changes_the_function_by_its_jum
     before, start = layer(x), torch.linalg.svdvals(layer.base_weight())
     expected = layer.effective_weight("default", exact=True)
     report = layer.merge_then_reinitialize("default")
-    assert torch.equal(layer.base_weight(), expected)
+    # Scaled to the norm at the start: two roundings in fp32.
+    assert torch.allclose(layer.base_weight(), expected, rtol=1e-5, atol=0)
     assert torch.allclose(torch.linalg.svdvals(layer.base_weight()), start, atol=1e-5 * start.max().item())
     # Both rotations miss orthogonality by about sigma^4 each, and so does the polynomial the exact transform.
     assert report.jump <= 3 * report.sigma**4 + 1e-6
@@ -232,7 +233,8 @@ def test_error_bits_keep_a_merged_weight_to_24_bits():
     expected = layer.effective_weight("default", exact=True)
     layer.merge_then_reinitialize("default")
     assert layer.get_base_layer().weight.dtype == torch.bfloat16
-    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-16, atol=0)
+    # To 24 bits, and the scaling to the norm at the start.
+    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-16 + 1e-6, atol=0)
     assert not torch.allclose(layer.base_weight().float(), expected, rtol=2**-10, atol=0)
 
 
@@ -240,7 +242,8 @@ def test_error_bits_of_a_transposed_weight_are_kept_in_its_layout():
     layer = wrap(make_base(24, 18, transposed=True).to(torch.bfloat16), 0.3, block=6, base_error_bits=8)
     expected = layer.effective_weight("default", exact=True)
     layer.merge_then_reinitialize("default")
-    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-16, atol=0)
+    # To 24 bits, and the scaling to the norm at the start.
+    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-16 + 1e-6, atol=0)
 
 
 def test_error_bits_need_a_bfloat16_weight():
