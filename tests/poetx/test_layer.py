@@ -234,7 +234,7 @@ def test_error_bits_keep_a_merged_weight_to_24_bits():
     layer.merge_then_reinitialize("default")
     assert layer.get_base_layer().weight.dtype == torch.bfloat16
     # To 24 bits, and the scaling to the norm at the start.
-    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-16 + 1e-6, atol=0)
+    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-15 + 1e-6, atol=0)
     assert not torch.allclose(layer.base_weight().float(), expected, rtol=2**-10, atol=0)
 
 
@@ -243,7 +243,7 @@ def test_error_bits_of_a_transposed_weight_are_kept_in_its_layout():
     expected = layer.effective_weight("default", exact=True)
     layer.merge_then_reinitialize("default")
     # To 24 bits, and the scaling to the norm at the start.
-    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-16 + 1e-6, atol=0)
+    assert torch.allclose(layer.base_weight("default"), expected, rtol=2**-15 + 1e-6, atol=0)
 
 
 def test_error_bits_need_a_bfloat16_weight():
