@@ -224,11 +224,26 @@ class PoetXModel(BaseTuner):
         del self.poetx_step[adapter_name]
 
     def disable_adapter_layers(self) -> None:
-        """Run the base model alone; refused while training merges into it, since it is no longer the original."""
-        if self.clock is not None and any(config.merge_interval for config in self.peft_config.values()):
+        """Run the base model alone, which must be the original one: ``disable_adapter()`` calls this.
+
+        Raises:
+            ValueError: if the base weights have absorbed periodic merges, since the original is gone then; and while
+                training is going to merge, also before its first merge, since a reference model would change under
+                it. Training lasts as long as ``Trainer.train()``, and in a loop with `merge_step` or `attach_merging`
+                as long as the model is in training mode: after ``model.eval()`` only absorbed merges are refused.
+        """
+        fix = "load the base model apart, as a ref_model in TRL, or train with PoetXConfig(merge_interval=0)"
+        if any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model)):
             raise ValueError(
-                "disabling the adapter does not give the original model while periodic merges change the base weights, "
-                "as a reference model for DPO needs; train with PoetXConfig(merge_interval=0) or pass a ref_model"
+                "the base weights have absorbed periodic merges, so disabling the adapter would not give the original "
+                f"model; {fix}"
+            )
+        due = self.clock is not None and any(config.merge_interval for config in self.peft_config.values())
+        if due and (self.clock == "Trainer" or self.training):
+            over = "" if self.clock == "Trainer" else "; if training is over, call model.eval() first"
+            raise ValueError(
+                "disabling the adapter does not give a lasting reference model while training merges it into the base "
+                f"weights periodically; {fix}{over}"
             )
         super().disable_adapter_layers()
 

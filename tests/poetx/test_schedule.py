@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -19,7 +20,7 @@ from hf_poetx import (
 )
 from hf_poetx.optimizer import trainable_skew
 from hf_poetx.schedule import find_tuner
-from tests.poetx_training import assert_same_state, batches, layers_of, merge_counts, tiny_poetx
+from tests.poetx_training import assert_same_state, batches, layers_of, merge_counts, tiny_llama, tiny_poetx
 
 
 def adamw(model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
@@ -341,6 +342,42 @@ def test_reference_by_disabled_adapter_is_refused_at_once(clock):
     with pytest.raises(ValueError, match="merge_interval=0"):
         with model.disable_adapter():
             pass
+
+
+@pytest.mark.parametrize("clock", [merge_step, attach_merging])
+def test_reference_after_a_loop_is_the_original_or_refused(clock):
+    """Nothing says that a loop has ended but evaluation mode; what decides then is whether the base is still there."""
+    original = tiny_llama().eval()(**batches(1)[0]).logits
+    model = tiny_poetx(merge_interval=2)
+    optimizer = adamw(model)
+    train_step(model, optimizer, batches(1)[0])
+    clock(model, optimizer)
+    with pytest.raises(ValueError, match=r"if training is over, call model.eval\(\)"), model.disable_adapter():
+        pass
+    model.eval()
+    with model.disable_adapter():
+        assert torch.equal(model(**batches(1)[0]).logits, original)
+    model.train()
+    for batch in batches(2):
+        train_step(model, optimizer, batch)
+        if clock is merge_step:
+            merge_step(model, optimizer)
+    assert merge_counts(model) == {1}
+    model.eval()
+    with pytest.raises(ValueError, match=r"absorbed periodic merges.*load the base model apart"):
+        with model.disable_adapter():
+            pass
+    # The refusal has left the adapter on.
+    assert not torch.equal(model(**batches(1)[0]).logits, original)
+
+
+def test_a_loaded_adapter_that_has_merged_cannot_be_disabled(tmp_path):
+    model = tiny_poetx()
+    merge_then_reinitialize(model)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path)
+    with pytest.raises(ValueError, match="absorbed periodic merges"), loaded.disable_adapter():
+        pass
 
 
 class UnknownOptimizer(torch.optim.Optimizer):
