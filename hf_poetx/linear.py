@@ -3,13 +3,15 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from peft.tuners.tuners_utils import onload_layer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .block_cache import BlockCache, can_keep_blocks
 from .config import PoetXConfig
 from .layer import SIDES, PoetXLayer
-from .ops.poetx_linear import Rotation, poetx_linear
+from .ops.poetx_linear import poetx_linear
 
 
 class PoetXLinear(nn.Module, PoetXLayer):
@@ -25,6 +27,7 @@ class PoetXLinear(nn.Module, PoetXLayer):
     ) -> None:
         super().__init__()
         PoetXLayer.__init__(self, base_layer, name, quantization_backend)
+        self._block_cache = BlockCache()
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, inference_mode=config.inference_mode)
 
@@ -33,6 +36,8 @@ class PoetXLinear(nn.Module, PoetXLayer):
         if self.disable_adapters and self.merged:
             self.unmerge()
         adapters = [name for name in self.active_adapters if name in self.poetx_config]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._block_cache.clear()
         if self.disable_adapters or self.merged or not adapters:
             return self.base_layer(x, *args, **kwargs)
         if len(adapters) == 1 and not args and not kwargs and self._is_plain(adapters[0]):
@@ -55,25 +60,43 @@ class PoetXLinear(nn.Module, PoetXLayer):
             x = x.to(base.weight.dtype)
         weight = base.weight.mT if self.transposed else base.weight
         rotation_in, rotation_out = (self.rotation(adapter_name, side) for side in SIDES)
+        if not self.training and can_keep_blocks([rotation_in, rotation_out]):
+            with torch.autocast(device, enabled=False):
+                inner = F.linear(self._block_cache.rotate((adapter_name, "in"), x, rotation_in), weight.to(x.dtype))
+                return self._block_cache.rotate((adapter_name, "out"), inner, rotation_out, base.bias).to(dtype)
         mode = self.poetx_config[adapter_name].memory_mode
         return poetx_linear(x, weight, base.bias, rotation_in, rotation_out, mode).to(dtype)
 
     def _forward_around(self, x: Tensor, adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:
         """Rotate around the base layer as a black box; several adapters act like merges in their order."""
         for adapter_name in reversed(adapters):
-            x = _rotate(x, self.rotation(adapter_name, "in"))
+            x = self._rotate(x, adapter_name, "in")
         result = self.base_layer(x, *args, **kwargs)
         if self.quantization_backend is not None:
             result = self.quantization_backend.maybe_clone_base_result(result)
-        rotations = [self.rotation(adapter_name, "out") for adapter_name in adapters]
         bias = self._bias()
         # The base layer has added its bias already, which belongs outside of the rotations: z = R(y) + bias - R(bias).
         # The difference is exactly zero for the identity, so a freshly wrapped layer changes nothing.
         correction = None if bias is None else bias.to(result.device)
-        for rotation in rotations:
-            result = _rotate(result, rotation)
-            correction = None if correction is None else _rotate(correction, rotation)
+        for adapter_name in adapters:
+            result = self._rotate(result, adapter_name, "out")
+            correction = None if correction is None else self._rotate(correction, adapter_name, "out")
         return result if bias is None else result + (bias.to(result.device) - correction).to(result.dtype)
+
+    def _rotate(self, x: Tensor, adapter_name: str, side: str) -> Tensor:
+        rotation = self.rotation(adapter_name, side)
+        if rotation is None:
+            return x
+        with torch.autocast(x.device.type, enabled=False):
+            if not self.training and can_keep_blocks([rotation]):
+                return self._block_cache.rotate((adapter_name, side), x, rotation)
+            return rotation.apply(x)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """As any module's; blocks that were kept for evaluation are freed when training begins."""
+        if mode:
+            self._block_cache.clear()
+        return super().train(mode)
 
     def _bias(self) -> Tensor | None:
         bias = getattr(self.get_base_layer(), "bias", None)
@@ -88,10 +111,3 @@ class PoetXLinear(nn.Module, PoetXLayer):
 
     def __repr__(self) -> str:
         return "poetx." + super().__repr__()
-
-
-def _rotate(x: Tensor, rotation: Rotation | None) -> Tensor:
-    if rotation is None:
-        return x
-    with torch.autocast(x.device.type, enabled=False):
-        return rotation.apply(x)
