@@ -30,6 +30,9 @@ from .ops.skew import num_entries
 from .rotation import draw_permutation, rotated_weight, split_width
 
 SIDES = ("in", "out")
+_ROTATION_NAMES = {
+    side: (f"poetx_skew_{side}", f"poetx_skew_{side}_tail", f"poetx_permutation_{side}") for side in SIDES
+}
 
 # Largest singular value, about, of the skew matrices that ``init_weights=False`` draws.
 RANDOM_SIGMA = 0.3
@@ -179,14 +182,14 @@ class PoetXLayer(BaseTunerLayer):
 
     def rotation(self, adapter_name: str, side: str) -> Rotation | None:
         """An adapter's rotation of a side, or None where a single column leaves nothing to rotate."""
-        entries = getattr(self, f"poetx_skew_{side}")
-        if adapter_name not in entries:
+        # Looked up in the modules' own dictionaries, ten times faster than attributes: the host bounds small layers.
+        entries_name, tail_name, permutation_name = _ROTATION_NAMES[side]
+        entries = self._modules[entries_name]._parameters.get(adapter_name)
+        if entries is None:
             return None
-        tails = getattr(self, f"poetx_skew_{side}_tail")
-        tail = tails[adapter_name] if adapter_name in tails else None
-        permutation = getattr(self, f"poetx_permutation_{side}")[adapter_name]
-        group = self.poetx_config[adapter_name].permutation_group
-        return Rotation(entries[adapter_name], tail, permutation, group)
+        tail = self._modules[tail_name]._parameters.get(adapter_name)
+        permutation = self._modules[permutation_name]._buffers[adapter_name]
+        return Rotation(entries, tail, permutation, self.poetx_config[adapter_name].permutation_group)
 
     def _whole_rotation(self, adapter_name: str, side: str) -> Rotation | None:
         """The rotation with its skew entries gathered from all ranks."""

@@ -1,11 +1,14 @@
 """Triton kernels of the Cayley-Neumann transform: packed skew entries in, blocks out; block gradients in, packed out.
 
-Q is unpacked once; products take operands in the dtype of the blocks (three TF32 products for fp32) and accumulate in
-fp32. The transform iterates ``W <- 2Q + Q W`` three times from ``W = Q``, whose last value is the polynomial without its
-identity; where Q fits in shared memory that is one launch. With the skew part ``K = H - H^T`` and the symmetric part
-``Y = H + H^T`` of the gradient H of the blocks, the gradient of the entries is what stands above the diagonal of
+Products take operands in the dtype of the blocks (three TF32 products for fp32) and accumulate in fp32. The transform
+iterates ``W <- 2Q + Q W`` three times from ``W = Q``, whose last value is the polynomial without its identity. With the
+skew part ``K = H - H^T`` and the symmetric part ``Y = H + H^T`` of the gradient H of the blocks, the gradient of the
+entries is what stands above the diagonal of
 
-    2K + Q Z + Z^T Q,    Z = 2N + N^T - 2Y - (Q R - R^T Q),    N = Q K,    R = Q Y.
+    2K + Q Z + Z^T Q,    Z = A + B^T,    A = 2 Q K - 2 Y - Q Q Y,    B = Q K - Q Q Y.
+
+Everything but the last line goes column by column. So where Q fits in shared memory, the transform is one launch after
+that which unpacks Q, and its gradient two more; elsewhere each product is one.
 """
 
 from collections.abc import Sequence
@@ -31,6 +34,12 @@ def _load_upper(entries, rows, columns, block):
 
 
 @triton.jit
+def _load_skew(entries, rows, columns, block):
+    """The tile of Q at the given rows and columns."""
+    return _load_upper(entries, rows, columns, block) - _load_upper(entries, columns, rows, block)
+
+
+@triton.jit
 def _load(matrix, rows, columns, block):
     """A tile of a block, 0 outside."""
     return tl.load(matrix + rows * block + columns, mask=(rows < block) & (columns < block), other=0.0)
@@ -53,44 +62,77 @@ def _select(first, second, num_first, index, size):
 
 
 @triton.jit
-def _unpack_kernel(first_entries, second_entries, skew, num_first, block, TILE: tl.constexpr):
-    index = tl.program_id(0)
-    entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    tile = _load_upper(entries, rows, columns, block) - _load_upper(entries, columns, rows, block)
-    _store(skew + index.to(tl.int64) * block * block, rows, columns, tile, block)
-
-
-@triton.jit
-def _resident_kernel(skew, out, block, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
+def _transform_kernel(skew, out, block, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr):
     """All three steps for some columns of a block, with Q in shared memory."""
     start = tl.program_id(0).to(tl.int64) * block * block
     rows, inner = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     q = _load(skew + start, rows, inner, block)
     w = _load(skew + start, rows, columns, block)
-    twice = 2 * w.to(tl.float32)
-    for _ in range(2):
+    # One loop for all uses of Q, so that it is stored to shared memory once.
+    for _ in range(3):
+        twice = 2 * _load(skew + start, rows, columns, block).to(tl.float32)
         w = tl.dot(q, w, twice, input_precision=PRECISION).to(q.dtype)
-    tile = tl.dot(q, w, twice, input_precision=PRECISION) + (rows == columns).to(tl.float32)
-    _store(out + start, rows, columns, tile, block)
+    _store(out + start, rows, columns, w.to(tl.float32) + (rows == columns).to(tl.float32), block)
+
+
+@triton.jit
+def _columns_gradient_kernel(
+    gradient, skew, a, b, block, SIZE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Some columns of A and B of a block, with Q in shared memory."""
+    start = tl.program_id(0).to(tl.int64) * block * block
+    rows, inner = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    q = _load(skew + start, rows, inner, block)
+    h = _load(gradient + start, rows, columns, block)
+    h_transposed = _load(gradient + start, columns, rows, block)
+    operand, k = (h + h_transposed).to(q.dtype), (h - h_transposed).to(q.dtype)
+    a_tile = -2 * operand.to(tl.float32)
+    b_tile = tl.zeros((SIZE, COLUMNS), tl.float32)
+    # One loop for all uses of Q, so that it is stored to shared memory once: Q Y, its product with -Q, then Q K.
+    for step in range(3):
+        product = tl.dot(q, operand, input_precision=PRECISION)
+        if step == 0:
+            operand = (-product).to(q.dtype)
+        else:
+            operand = k
+            a_tile += step * product
+            b_tile += product
+    _store(a + start, rows, columns, a_tile, block)
+    _store(b + start, rows, columns, b_tile, block)
+
+
+@triton.jit
+def _unpack_kernel(first_entries, second_entries, skew, num_first, block, TILE: tl.constexpr):
+    index = tl.program_id(0)
+    entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
+    _store(skew + index.to(tl.int64) * block * block, rows, columns, _load_skew(entries, rows, columns, block), block)
+
+
+@triton.jit
+def _product(tile, left, right, rows, columns, block, PRECISION: tl.constexpr, INNER: tl.constexpr):
+    """The tile plus that of ``left @ right``."""
+    for inner in range(0, block, INNER):
+        left_tile = _load(left, rows, inner + tl.arange(0, INNER)[None, :], block)
+        right_tile = _load(right, inner + tl.arange(0, INNER)[:, None], columns, block)
+        tile = tl.dot(left_tile, right_tile, tile, input_precision=PRECISION)
+    return tile
 
 
 @triton.jit
 def _step_kernel(
     skew, previous, out, block,
-    LAST: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    LAST: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """One step for a tile; the last one adds the identity."""
+    """One step of the transform for a tile; the last one adds the identity."""
     start = tl.program_id(0).to(tl.int64) * block * block
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
     tile = 2 * _load(skew + start, rows, columns, block).to(tl.float32)
-    for inner in range(0, block, INNER):
-        q = _load(skew + start, rows, inner + tl.arange(0, INNER)[None, :], block)
-        w = _load(previous + start, inner + tl.arange(0, INNER)[:, None], columns, block)
-        tile = tl.dot(q, w, tile, input_precision=PRECISION)
+    tile = _product(tile, skew + start, previous + start, rows, columns, block, PRECISION, INNER)
     if LAST:
         tile += (rows == columns).to(tl.float32)
     _store(out + start, rows, columns, tile, block)
@@ -102,8 +144,8 @@ def _parts_kernel(gradient, k, y, block, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * block * block
     rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    h = _load(gradient + start, rows, columns, block).to(tl.float32)
-    h_transposed = _load(gradient + start, columns, rows, block).to(tl.float32)
+    h = _load(gradient + start, rows, columns, block)
+    h_transposed = _load(gradient + start, columns, rows, block)
     _store(k + start, rows, columns, h - h_transposed, block)
     _store(y + start, rows, columns, h + h_transposed, block)
 
@@ -111,75 +153,62 @@ def _parts_kernel(gradient, k, y, block, TILE: tl.constexpr):
 @triton.jit
 def _first_products_kernel(
     skew, k, y, n, r, block,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """A tile of ``N = Q K`` and of ``R = Q Y``."""
     start = tl.program_id(0).to(tl.int64) * block * block
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    n_tile = tl.zeros((ROWS, COLUMNS), tl.float32)
-    r_tile = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for inner in range(0, block, INNER):
-        inner_rows = inner + tl.arange(0, INNER)[:, None]
-        q = _load(skew + start, rows, inner + tl.arange(0, INNER)[None, :], block)
-        n_tile = tl.dot(q, _load(k + start, inner_rows, columns, block), n_tile, input_precision=PRECISION)
-        r_tile = tl.dot(q, _load(y + start, inner_rows, columns, block), r_tile, input_precision=PRECISION)
-    _store(n + start, rows, columns, n_tile, block)
-    _store(r + start, rows, columns, r_tile, block)
-
-
-@triton.jit
-def _symmetrized_product(
-    tile, skew, z, rows, columns, block, PRECISION: tl.constexpr, INNER: tl.constexpr, SIGN: tl.constexpr
-):
-    """The tile plus that of ``Q z + SIGN z^T Q``."""
-    for inner in range(0, block, INNER):
-        inner_rows, inner_columns = inner + tl.arange(0, INNER)[:, None], inner + tl.arange(0, INNER)[None, :]
-        q = _load(skew, rows, inner_columns, block)
-        tile = tl.dot(q, _load(z, inner_rows, columns, block), tile, input_precision=PRECISION)
-        z_transposed = _load(z, inner_columns, rows, block)
-        # Q is skew: loading it transposed changes its sign.
-        if SIGN == 1:
-            q = _load(skew, inner_rows, columns, block)
-        else:
-            q = _load(skew, columns, inner_rows, block)
-        tile = tl.dot(z_transposed, q, tile, input_precision=PRECISION)
-    return tile
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
+    zeros = tl.zeros((TILE, TILE), tl.float32)
+    tile = _product(zeros, skew + start, k + start, rows, columns, block, PRECISION, INNER)
+    _store(n + start, rows, columns, tile, block)
+    tile = _product(zeros, skew + start, y + start, rows, columns, block, PRECISION, INNER)
+    _store(r + start, rows, columns, tile, block)
 
 
 @triton.jit
 def _second_products_kernel(
-    skew, y, n, r, z, block,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    skew, y, n, r, a, b, block,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ``Z = 2N + N^T - 2Y - (Q R - R^T Q)``."""
+    """A tile of ``A = 2N - 2Y - Q R`` and of ``B = N - Q R``."""
     start = tl.program_id(0).to(tl.int64) * block * block
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    product = tl.zeros((ROWS, COLUMNS), tl.float32)
-    product = _symmetrized_product(product, skew + start, r + start, rows, columns, block, PRECISION, INNER, -1)
-    tile = _load(n + start, columns, rows, block).to(tl.float32) - product
-    tile += 2 * _load(n + start, rows, columns, block).to(tl.float32)
-    tile -= 2 * _load(y + start, rows, columns, block).to(tl.float32)
-    _store(z + start, rows, columns, tile, block)
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
+    zeros = tl.zeros((TILE, TILE), tl.float32)
+    product = _product(zeros, skew + start, r + start, rows, columns, block, PRECISION, INNER)
+    n_tile = _load(n + start, rows, columns, block).to(tl.float32)
+    y_tile = _load(y + start, rows, columns, block).to(tl.float32)
+    _store(b + start, rows, columns, n_tile - product, block)
+    _store(a + start, rows, columns, 2 * (n_tile - y_tile) - product, block)
 
 
 @triton.jit
 def _packed_gradient_kernel(
-    skew, z, gradient, first_out, second_out,
-    num_first, block,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    gradient, skew, a, b, first_out, second_out, num_first, block,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """What stands above the diagonal in a tile of ``2K + Q Z + Z^T Q``."""
+    """What stands above the diagonal in a tile of ``2K + Q (A + B^T) + (A^T + B) Q``."""
     index = tl.program_id(0)
-    if tl.program_id(1) * ROWS >= (tl.program_id(2) + 1) * COLUMNS:
+    if tl.program_id(1) > tl.program_id(2):
         return
     start = index.to(tl.int64) * block * block
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    h = _load(gradient + start, rows, columns, block).to(tl.float32)
-    tile = 2 * (h - _load(gradient + start, columns, rows, block).to(tl.float32))
-    tile = _symmetrized_product(tile, skew + start, z + start, rows, columns, block, PRECISION, INNER, 1)
+    gradient, skew, a, b = gradient + start, skew + start, a + start, b + start
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    tile = tl.zeros((TILE, TILE), tl.float32)
+    for inner_start in range(0, block, INNER):
+        inner = inner_start + tl.arange(0, INNER)
+        q = _load(skew, rows[:, None], inner[None, :], block)
+        tile = tl.dot(q, _load(a, inner[:, None], columns[None, :], block), tile, input_precision=PRECISION)
+        b_tile = _load(b, columns[:, None], inner[None, :], block)
+        tile = tl.dot(q, tl.trans(b_tile), tile, input_precision=PRECISION)
+        q = _load(skew, inner[:, None], columns[None, :], block)
+        a_tile = _load(a, inner[:, None], rows[None, :], block)
+        tile = tl.dot(tl.trans(a_tile), q, tile, input_precision=PRECISION)
+        tile = tl.dot(_load(b, rows[:, None], inner[None, :], block), q, tile, input_precision=PRECISION)
+    rows, columns = rows[:, None], columns[None, :]
+    tile += 2 * (_load(gradient, rows, columns, block) - _load(gradient, columns, rows, block))
     out = _select(first_out, second_out, num_first, index, block * (block - 1) // 2)
     out += (rows * (2 * block - rows - 1) // 2 - rows - 1) + columns
     tl.store(out, tile.to(out.dtype.element_ty), mask=(rows < columns) & (columns < block))
@@ -191,7 +220,6 @@ class Transform:
     Args:
         counts: numbers of blocks of each rotation; the blocks of the second follow those of the first.
         block: size of the blocks.
-        entries_dtype: of the packed entries.
         dtype: of the blocks and of the operands of products.
         device: that all is on.
 
@@ -199,32 +227,37 @@ class Transform:
         TypeError: if the blocks' dtype is not one that the kernels compute in.
     """
 
-    def __init__(
-        self, counts: tuple[int, ...], block: int, entries_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, counts: tuple[int, ...], block: int, dtype: torch.dtype, device: torch.device) -> None:
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise TypeError(f"the GPU kernels give blocks in bf16, fp16 or fp32, not {dtype}: cast the activations")
-        self.counts, self.shape = list(counts), (sum(counts), block, block)
-        self.dtype, self.device = dtype, device
-        total, (num_first, *_) = sum(counts), counts
-        tile = min(64, next_power_of_two(block, 16))
-        squares = (total, ceil_divide(block, tile), ceil_divide(block, tile))
-        self._unpack = Plan(_unpack_kernel, squares, (num_first, block), (tile,), num_warps=4)
-        self._parts = Plan(_parts_kernel, squares, (block,), (tile,), num_warps=4)
-        size = next_power_of_two(block, 16)
-        resident_bytes = _RESIDENT_BYTES_HOPPER if is_hopper(device) else _RESIDENT_BYTES
-        self._resident = None
-        if size * size * dtype.itemsize <= resident_bytes:
-            columns = min(size, 64)
-            grid = (total, ceil_divide(block, columns), 1)
-            num_warps = max(1, min(8, size * columns // 1024))
-            self._resident = Plan(_resident_kernel, grid, (block,), (size, columns, _precision(dtype)), num_warps)
-        constants, grid, options = _tiles(total, block, dtype, device)
-        self._step = Plan(_step_kernel, grid, (block,), (False, *constants), **options)
-        self._last_step = Plan(_step_kernel, grid, (block,), (True, *constants), **options)
-        self._first = Plan(_first_products_kernel, grid, (block,), constants, **options)
-        self._second = Plan(_second_products_kernel, grid, (block,), constants, **options)
+        self.shape, self.dtype, self.device = (sum(counts), block, block), dtype, device
+        total, num_first = sum(counts), counts[0]
+        # Three TF32 products have the accuracy of fp32; 16-bit operands ignore it.
+        precision = "tf32x3" if dtype == torch.float32 else "tf32"
+        size, hopper = next_power_of_two(block, 16), is_hopper(device)
+        tile = min(64, size)
+        squares, squares_tile = (total, ceil_divide(block, tile), ceil_divide(block, tile)), (tile,)
+        self._unpack = Plan(_unpack_kernel, squares, (num_first, block), squares_tile, num_warps=4)
+        self._resident = size * size * dtype.itemsize <= (_RESIDENT_BYTES_HOPPER if hopper else _RESIDENT_BYTES)
+        if self._resident:
+            grid, constants = (*squares[:2], 1), (size, tile, precision)
+            num_warps = max(1, min(8, size * tile // 1024))
+            self._transform = Plan(_transform_kernel, grid, (block,), constants, num_warps)
+            self._columns = Plan(_columns_gradient_kernel, grid, (block,), constants, num_warps)
+        tile = min(size, 128 if hopper and dtype.itemsize == 2 else 64)
+        grid = (total, ceil_divide(block, tile), ceil_divide(block, tile))
+        constants = (precision, tile, min(tile, 32))
+        options = {"num_warps": max(1, min(8, tile * tile // 1024)), "num_stages": 3 if hopper else 2}
         self._packed = Plan(_packed_gradient_kernel, grid, (num_first, block), constants, **options)
+        if not self._resident:
+            self._parts = Plan(_parts_kernel, squares, (block,), squares_tile, num_warps=4)
+            self._step = Plan(_step_kernel, grid, (block,), (False, *constants), **options)
+            self._last_step = Plan(_step_kernel, grid, (block,), (True, *constants), **options)
+            self._first = Plan(_first_products_kernel, grid, (block,), constants, **options)
+            self._second = Plan(_second_products_kernel, grid, (block,), constants, **options)
+
+    def _new(self, count: int) -> tuple[Tensor, ...]:
+        return torch.empty((count, *self.shape), dtype=self.dtype, device=self.device).unbind()
 
     def unpack(self, *entries: Tensor) -> Tensor:
         """Dense matrices Q ``[num_blocks, block, block]`` from the packed entries of each rotation."""
@@ -235,24 +268,28 @@ class Transform:
     def blocks(self, skew: Tensor) -> Tensor:
         """``I + 2Q + 2Q^2 + 2Q^3 + Q^4``."""
         out = torch.empty_like(skew)
-        if self._resident is not None:
-            self._resident(skew, out)
+        if self._resident:
+            self._transform(skew, out)
         else:
-            first, second = torch.empty_like(skew), torch.empty_like(skew)
+            first, second = self._new(2)
             self._step(skew, skew, first)
             self._step(skew, first, second)
             self._last_step(skew, second, out)
         return out
 
     def gradient(self, skew: Tensor, gradient: Tensor, entries: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the packed entries, in their shapes and dtypes, from that of the blocks."""
+        """Gradients of the packed entries, in their shapes and dtypes, from that of the blocks, which is in fp32."""
         outs = [torch.empty_like(each) for each in entries]
-        k, y, n, r, z = torch.empty((5, *self.shape), dtype=self.dtype, device=self.device).unbind()
         gradient = aligned(gradient)
-        self._parts(gradient, k, y)
-        self._first(skew, k, y, n, r)
-        self._second(skew, y, n, r, z)
-        self._packed(skew, z, gradient, outs[0], outs[-1])
+        a, b = self._new(2)
+        if self._resident:
+            self._columns(gradient, skew, a, b)
+        else:
+            k, y, n, r = self._new(4)
+            self._parts(gradient, k, y)
+            self._first(skew, k, y, n, r)
+            self._second(skew, y, n, r, a, b)
+        self._packed(gradient, skew, a, b, outs[0], outs[-1])
         return outs
 
 
@@ -263,10 +300,9 @@ def transform_of(
     entries_dtype: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
-    gradient_dtype: torch.dtype = torch.float32,
 ) -> Transform:
     """The `Transform` for these shapes and types; one each, since it remembers compiled kernels."""
-    return Transform(counts, block, entries_dtype, dtype, device)
+    return Transform(counts, block, dtype, device)
 
 
 def cayley_neumann(entries: Tensor, dtype: torch.dtype) -> Tensor:
@@ -277,29 +313,10 @@ def cayley_neumann(entries: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cayley_neumann_backward(gradient: Tensor, entries: Tensor, dtype: torch.dtype) -> Tensor:
     """The operation `poetx::cayley_neumann_backward`; arguments and result as there."""
-    block = block_size(entries)
-    transform = transform_of((entries.shape[0],), block, entries.dtype, dtype, entries.device, gradient.dtype)
-    return transform.gradient(transform.unpack(entries), gradient, [aligned(entries)])[0]
+    transform = transform_of((entries.shape[0],), block_size(entries), entries.dtype, dtype, entries.device)
+    return transform.gradient(transform.unpack(entries), gradient.float(), [aligned(entries)])[0]
 
 
 def block_size(entries: Tensor) -> int:
     """Size of the matrices with these packed entries."""
     return (1 + isqrt(1 + 8 * entries.shape[1])) // 2
-
-
-def _tiles(
-    num_blocks: int, block: int, dtype: torch.dtype, device: torch.device
-) -> tuple[tuple, tuple[int, int, int], dict[str, int]]:
-    """Constants, grid and options of the kernels that multiply tile by tile."""
-    size = next_power_of_two(block, 16)
-    tuned = is_hopper(device) and dtype.itemsize == 2
-    rows, columns, inner = (min(size, 128), min(size, 64), min(size, 32)) if tuned else [min(size, 64)] * 2 + [32]
-    inner = min(size, inner)
-    grid = (num_blocks, ceil_divide(block, rows), ceil_divide(block, columns))
-    options = {"num_warps": max(1, min(4, rows * columns // 1024)), "num_stages": 3 if tuned else 2}
-    return (_precision(dtype), rows, columns, inner), grid, options
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """Three TF32 products have the accuracy of fp32; 16-bit operands ignore it."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"

@@ -1,6 +1,7 @@
 """Launching kernels with little work on the host: small layers are bound by it, not by the GPU."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -13,6 +14,7 @@ class Plan:
     Calling it with the tensors runs ``kernel(*tensors, *integers, *constants)`` on the current stream. From the second
     call on the compiled kernel is started directly with addresses, where Triton's own dispatch would inspect every
     argument again; so the tensors must always have the same types and start at multiples of 16 bytes (`aligned`).
+    Triton's launch hooks see only the first call.
 
     Args:
         kernel: the Triton function.
@@ -36,21 +38,27 @@ class Plan:
         self.arguments = (*integers, *constants)
         self.options = {"num_warps": num_warps, "num_stages": num_stages}
         self.start: Callable | None = None
-        self.get_stream: Callable[[int], int] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        device = tensors[0].get_device()
-        if device >= 0 and device != torch.cuda.current_device():
-            with torch.cuda.device(device):
+        if self.start is None:
+            self._compile_and_run(tensors)
+        elif torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
                 self(*tensors)
-        elif self.start is not None:
-            addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-            self.start(*addresses, *self.arguments, stream=self.get_stream(device))
         else:
+            addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            self.start(*self.grid, self.get_stream(self.device), *self.compiled, *addresses, *self.arguments)
+
+    def _compile_and_run(self, tensors: tuple[Tensor | None, ...]) -> None:
+        device = tensors[0].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
-            if compiled is not None:  # the interpreter compiles nothing, and is asked again every time
-                self.start = compiled[self.grid]
-                self.get_stream = triton.runtime.driver.active.get_current_stream
+        if compiled is not None:  # the interpreter compiles nothing, and is asked again every time
+            self.device = device.index
+            self.get_stream = triton.runtime.driver.active.get_current_stream
+            # Its handle, what the launcher must know of it, and no hooks.
+            self.compiled = (compiled.function, compiled.packed_metadata, None, None, None)
+            self.start = compiled.run
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class Tiles(NamedTuple):
 
 
 # Measured on an H200 for 16-bit activations (benchmarks/LOG.md); the small tiles fit every GPU and are untuned.
-_ROTATE_TILES = Tiles(64, 256, 64, 8, 3)
-_GRADIENT_TILES = Tiles(128, 128, 64, 8, 3)
+_ROTATE_TILES = Tiles(64, 128, 64, 4, 3)
+_GRADIENT_TILES = Tiles(128, 128, 64, 4, 4)
 _SAFE_TILES = Tiles(64, 64, 32, 4, 2)
 # Columns that move together, in bytes, from which on row-major activations load and store in whole vectors.
 _VECTOR_BYTES = 16

@@ -70,7 +70,8 @@ class _PoetXLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, *rotations_and_mode):
         *rotations, memory_mode = rotations_and_mode
         entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
-        result, kept = _linear(x.reshape(-1, x.shape[-1]), weight, bias, *rotations)
+        linear = _linear if _is_watched(x) else _linear_on_cuda
+        result, kept = linear(x.reshape(-1, x.shape[-1]), weight, bias, *rotations)
         ctx.groups = group_in, group_out
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(
@@ -87,8 +88,9 @@ class _PoetXLinear(torch.autograd.Function):
         x, *saved, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
         needs_x, _, needs_bias, *needs_rest = ctx.needs_input_grad
         needs_in, needs_out = any(needs_rest[0:2]), any(needs_rest[4:6])
+        linear_backward = _linear_backward if _is_watched(x) else _linear_backward_on_cuda
         found = iter(
-            _linear_backward(
+            linear_backward(
                 gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1]), *saved,
                 entries_in, tail_in, permutation_in, ctx.groups[0],
                 entries_out, tail_out, permutation_out, ctx.groups[1],
@@ -106,6 +108,19 @@ class _PoetXLinear(torch.autograd.Function):
             entries_in_gradient, tail_in_gradient, None, None,
             entries_out_gradient, tail_out_gradient, None, None, None,
         )  # fmt: skip
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether anything but the GPU wants to see one operation: another device, a compiler, a subclass or a mode.
+
+    A small layer on a GPU is bound by the work of the host, and the dispatcher is a fifth of it.
+    """
+    return (
+        not x.is_cuda
+        or torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 # One operation a direction, and registered without `custom_op`, whose wrapper costs three times as much per call: a

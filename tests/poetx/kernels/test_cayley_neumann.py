@@ -20,7 +20,7 @@ def make(block, num_blocks=(2, 3), sigma=0.3):
 
 
 def transform(block, dtype, device, num_blocks):
-    return kernels.Transform(num_blocks, block, torch.float32, dtype, device)
+    return kernels.Transform(num_blocks, block, dtype, device)
 
 
 def check_forward(block, dtype, device, num_blocks=(2, 3)):
@@ -76,6 +76,7 @@ def test_passes_through_the_cache_are_as_accurate_as_the_cpu(block, dtype, kerne
     monkeypatch.setattr(kernels, "_RESIDENT_BYTES", 0)
     monkeypatch.setattr(kernels, "_RESIDENT_BYTES_HOPPER", 0)
     check_forward(block, dtype, kernel_device, (3, 1))
+    check_backward(block, dtype, kernel_device, (3, 1))
 
 
 def test_zero_entries_give_the_identity_exactly(kernel_device):

@@ -107,3 +107,9 @@ def test_full_graph_compile_gives_the_same_result(memory_mode):
     gradients = [torch.autograd.grad(out.square().sum(), inputs) for out in outputs]
     for expected, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_fake_tensors_on_a_gpu_see_one_operation_and_start_no_kernel():
+    with torch._subclasses.FakeTensorMode(), torch.device("cuda"):
+        result = poetx_linear(*make(dtype=torch.bfloat16), "fast")
+    assert result.shape == (2, 3, 14) and result.device.type == "cuda" and result.requires_grad
