@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from hf_poetx.ops import poetx_linear as ops
 from hf_poetx.ops.poetx_linear import Rotation, poetx_linear
 from hf_poetx.ops.skew import num_entries
 
@@ -109,7 +110,11 @@ def test_full_graph_compile_gives_the_same_result(memory_mode):
         torch.testing.assert_close(found, expected)
 
 
-def test_fake_tensors_on_a_gpu_see_one_operation_and_start_no_kernel():
+def test_fake_tensors_on_a_gpu_go_through_the_operation_and_start_no_kernel():
     with torch._subclasses.FakeTensorMode(), torch.device("cuda"):
-        result = poetx_linear(*make(dtype=torch.bfloat16), "fast")
-    assert result.shape == (2, 3, 14) and result.device.type == "cuda" and result.requires_grad
+        x, weight = torch.empty(6, 8), torch.empty(4, 8)
+        permutations = torch.empty(8, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+        rotations = (torch.empty(2, 6), None, permutations[0], 1, torch.empty(1, 6), None, permutations[1], 1)
+        assert ops._is_watched(x)
+        result, kept = ops._linear(x, weight, None, *rotations)
+    assert result.shape == (6, 4) and kept.shape == (24,) and result.device.type == "cuda"
