@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from peft import PeftModel, get_peft_model
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
@@ -119,6 +120,10 @@ class PoetXModel(BaseTuner):
         if peft_config.base_config is None and not peft_config.inference_mode and hasattr(model, "config"):
             if not getattr(model, "name_or_path", None) and not peft_config.base_model_name_or_path:
                 peft_config.base_config = self.get_model_config(model)
+        if peft_config.base_config is not None and not peft_config.base_config.get("architectures"):
+            # A configuration names the class only once its model was saved; pipelines and converters ask for it.
+            if getattr(transformers, type(model).__name__, None) is type(model):
+                peft_config.base_config = {**peft_config.base_config, "architectures": [type(model).__name__]}
 
     def _check_new_adapter_config(self, config: PoetXConfig) -> None:
         super()._check_new_adapter_config(config)

@@ -199,6 +199,29 @@ def test_a_model_from_scratch_stores_all_of_its_base(folder):
     assert torch.equal(logits(PeftModel.from_pretrained(fresh, folder)), logits(model))
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_the_base_config_of_a_model_from_scratch_names_its_class(folder, given):
+    base = family_model("GPT2")
+    base.config._name_or_path = base.name_or_path = ""
+    assert not base.config.architectures, "only saving sets it"
+    base_config = base.config.to_dict() if given else None
+    model = get_poetx_model(base, PoetXConfig(block=7, base_config=base_config))
+    model.save_pretrained(folder)
+    saved = json.loads((folder / "adapter_config.json").read_text())["base_config"]
+    assert saved["architectures"] == ["GPT2LMHeadModel"]
+    assert not given or not base_config["architectures"], "the dictionary that was given stays as it was"
+    assert torch.equal(logits(PeftModel.from_pretrained(family_model("GPT2", seed=9), folder)), logits(model))
+
+
+def test_a_class_that_transformers_does_not_have_is_not_named(folder):
+    class Own(type(family_model("Llama"))):
+        pass
+
+    base = Own(family_model("Llama").config)
+    model = get_poetx_model(base, PoetXConfig(block=7))
+    assert not model.peft_config["default"].base_config.get("architectures")
+
+
 def test_a_model_from_scratch_is_whole_also_before_its_first_merge(folder):
     model = trained_poetx()
     model.save_pretrained(folder)
