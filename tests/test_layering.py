@@ -16,6 +16,7 @@ INTEGRATION = {
         "layer",
         "linear",
         "model",
+        "targets",
         "checkpoint",
         "trainer",
         "report",

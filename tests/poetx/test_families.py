@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_poetx import PoetXConfig, get_poetx_model
 from hf_poetx.checkpoint import poetx_layers
-from hf_poetx.model import router_names
+from hf_poetx.targets import router_names
 from tests.poetx.helpers import (
     BLOCK,
     FAMILIES,
