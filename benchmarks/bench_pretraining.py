@@ -7,7 +7,7 @@ Each study answers one open question with runs of equal steps on the same batche
 
 Studies: `methods` (POET-X, AdamW, LoRA, 8-bit Adam, Adafactor, GaLore, each at its best of several learning rates, then
 3 seeds), `block` (size against loss, parameters and time), `learning_rate` (does a rate mean the same at every block),
-`interval` (steps between merges), `permutation_group` (16 columns at a time against single ones), `init`.
+`interval` (steps between merges), `permutation_group` (16 and 32 columns at a time against single ones), `init`.
 Results go to `benchmarks/results/pretraining_STUDY.json` and `.png`.
 """
 
@@ -78,7 +78,7 @@ def first_runs(study: str) -> list[Run]:
     if study == "interval":
         return varied(merge_interval=(0, 10, 25, 50, 100, 200))
     if study == "permutation_group":
-        return varied(permutation_group=(1, 16))
+        return varied(permutation_group=(1, 16, 32))
     if study == "init":
         return varied(init=("keep", "normalize"))
     raise ValueError(f"no study {study!r}")

@@ -41,7 +41,7 @@ def block_product(width: int) -> dict:
     """A rotation as one batched product with both permutations against the explicit block-diagonal matrix."""
     x = torch.randn(TOKENS, width, device="cuda", dtype=torch.bfloat16)
     calls = {}
-    for group in (16, 1):
+    for group in (32, 16, 1):
         rotation = rotation_of(width, group)
         blocks, _ = rotation.blocks(x.dtype)
         arguments = (blocks.detach(), None, rotation.permutation, group, False, None)
@@ -60,7 +60,7 @@ def layer(in_features: int, out_features: int) -> dict:
     x = torch.randn(TOKENS, in_features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn(TOKENS, out_features, device="cuda", dtype=torch.bfloat16)
-    sides = [rotation_of(width, 16) for width in (in_features, out_features)]
+    sides = [rotation_of(width, 32) for width in (in_features, out_features)]
 
     def clear() -> None:
         x.grad = sides[0].entries.grad = sides[1].entries.grad = None
