@@ -34,10 +34,9 @@ from hf_flashoptim.kernels.table import (
     PARAM,
     SECOND,
     SECOND_SCALE,
-    STEP,
-    TRITON_DTYPES,
     Preparation,
     Step,
+    Tensors,
     base,
     find_work,
     load,
@@ -69,24 +68,14 @@ def adam_step(
     maximize: bool,
 ) -> None:
     """See ``ops/adam.py``."""
-    kinds = {
-        PARAM: params,
-        GRAD: grads,
-        FIRST: exp_avgs,
-        STEP: steps,
-        ERRORS: error_bits,
-        FIRST_SCALE: exp_avg_scales,
-        SECOND: exp_avg_sqs,
-        SECOND_SCALE: exp_avg_sq_scales,
-    }
+    kinds = Tensors(params, grads, exp_avgs, steps, error_bits, exp_avg_scales, exp_avg_sqs, exp_avg_sq_scales)
     preparation = Preparation(
         _prepare, (beta1, beta2, beta1**2 / beta2 if beta2 else math.inf, weight_decay if decoupled else 0.0)
     )
     coupled = weight_decay if not decoupled else 0.0
     hyper = (beta1, 1 - beta1, math.sqrt(beta2), math.sqrt(1 - beta2), max(eps, SMALLEST), coupled)
-    dtype = TRITON_DTYPES[params[0].dtype]
-    error_dtype = TRITON_DTYPES[error_bits[0].dtype] if error_bits else None
-    constants = (dtype, error_dtype, bool(exp_avg_scales), coupled != 0.0, maximize)
+    error_dtype = error_bits[0].dtype if error_bits else None
+    constants = (params[0].dtype, error_dtype, bool(exp_avg_scales), coupled != 0.0, maximize)
     # Without the limit, a step of compressed state takes 12% longer.
     max_registers = 80 if exp_avg_scales else None
     run_step(kinds, lr, preparation, Step(_step, hyper, constants, max_registers))

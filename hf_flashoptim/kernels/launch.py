@@ -1,13 +1,23 @@
 """Launching kernels with little work on the host: gradient release launches them once for every parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
+import triton.language as tl
 
-# Compiled kernels by everything that Triton compiles for. Arguments are annotated in the kernels, so that it is only
-# code, constants, the number of values and the device, never an argument's value.
-_compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+# How to start compiled kernels, by everything that Triton compiles for and the number of programs. Arguments are
+# annotated in the kernels, so that it is only code, constants, the number of values and the device, never an
+# argument's value.
+_starts: dict[tuple, Callable[..., None]] = {}
+TRITON_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,
+    torch.int16: tl.int16,
+}
 
 
 def launch(
@@ -21,6 +31,7 @@ def launch(
 ) -> None:
     """Run ``kernel(*arguments, *constants)`` on a GPU, or on the CPU under Triton's interpreter.
 
+    Among the constants are PyTorch's dtypes, which the kernel gets as Triton's: those take a microsecond to hash.
     After the first call with given constants the compiled kernel is started directly: Triton's own dispatch would
     inspect every argument again. Fused multiply-adds are written out in the kernels and never made by the compiler,
     because the results have to match the CPU's.
@@ -28,13 +39,13 @@ def launch(
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, programs, arguments, constants, device, num_warps, max_registers)
-    key = (kernel, device.index, constants, *[len(a) for a in arguments if isinstance(a, tuple)])
-    grid = (programs, 1, 1)
-    if compiled := _compiled.get(key):
-        compiled[grid](*arguments, *constants)
+    key = (id(kernel), programs, device.index, constants, *[len(a) for a in arguments if isinstance(a, tuple)])
+    if start := _starts.get(key):
+        start(*arguments, *constants, stream=triton.runtime.driver.active.get_current_stream(device.index))
         return None
     options = {"num_warps": num_warps, "enable_fp_fusion": False, "maxnreg": max_registers}
-    compiled = kernel[grid](*arguments, *constants, **options)
+    translated = [TRITON_DTYPES.get(c, c) if isinstance(c, torch.dtype) else c for c in constants]
+    compiled = kernel[programs, 1, 1](*arguments, *translated, **options)
     if compiled is not None:  # the interpreter returns nothing
-        _compiled[key] = compiled
+        _starts[key] = compiled[programs, 1, 1]
     return None

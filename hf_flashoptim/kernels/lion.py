@@ -22,9 +22,9 @@ from hf_flashoptim.kernels.table import (
     FIRST_SCALE,
     GRAD,
     PARAM,
-    TRITON_DTYPES,
     Preparation,
     Step,
+    Tensors,
     base,
     find_work,
     load,
@@ -49,10 +49,9 @@ def lion_step(
     maximize: bool,
 ) -> None:
     """See ``ops/lion.py``."""
-    kinds = {PARAM: params, GRAD: grads, FIRST: exp_avgs, ERRORS: error_bits, FIRST_SCALE: exp_avg_scales}
-    dtype = TRITON_DTYPES[params[0].dtype]
-    error_dtype = TRITON_DTYPES[error_bits[0].dtype] if error_bits else None
-    constants = (dtype, error_dtype, bool(exp_avg_scales), maximize)
+    kinds = Tensors(params, grads, exp_avgs, errors=error_bits, first_scales=exp_avg_scales)
+    error_dtype = error_bits[0].dtype if error_bits else None
+    constants = (params[0].dtype, error_dtype, bool(exp_avg_scales), maximize)
     step = Step(_step, (beta1, 1 - beta1, beta2, 1 - beta2), constants)
     run_step(kinds, lr, Preparation(_prepare, (weight_decay,)), step)
 

@@ -28,10 +28,9 @@ from hf_flashoptim.kernels.table import (
     FIRST_SCALE,
     GRAD,
     PARAM,
-    STEP,
-    TRITON_DTYPES,
     Preparation,
     Step,
+    Tensors,
     base,
     find_work,
     load,
@@ -59,19 +58,11 @@ def sgd_step(
     maximize: bool,
 ) -> None:
     """See ``ops/sgd.py``."""
-    kinds = {
-        PARAM: params,
-        GRAD: grads,
-        FIRST: momentum_buffers,
-        STEP: steps,
-        ERRORS: error_bits,
-        FIRST_SCALE: momentum_buffer_scales,
-    }
+    kinds = Tensors(params, grads, momentum_buffers, steps, error_bits, momentum_buffer_scales)
     coupled = weight_decay if not decoupled else 0.0
-    dtype = TRITON_DTYPES[params[0].dtype]
-    error_dtype = TRITON_DTYPES[error_bits[0].dtype] if error_bits else None
+    error_dtype = error_bits[0].dtype if error_bits else None
     quantized = bool(momentum_buffer_scales)
-    constants = (dtype, error_dtype, quantized, bool(momentum_buffers), nesterov, coupled != 0.0, maximize)
+    constants = (params[0].dtype, error_dtype, quantized, bool(momentum_buffers), nesterov, coupled != 0.0, maximize)
     preparation = Preparation(_prepare, (1 - dampening, weight_decay if decoupled else 0.0), (bool(steps),))
     run_step(kinds, lr, preparation, Step(_step, (momentum, coupled), constants))
 

@@ -27,16 +27,9 @@ GROUP_SIZE = tl.constexpr(32)
 START, GROUPS, PARAM, GRAD, FIRST, STEP, ERRORS, FIRST_SCALE, SECOND, SECOND_SCALE, ROW_GROUPS, COLS = (
     tl.constexpr(column) for column in range(12)
 )
+_FIRST_ADDRESS = PARAM.value
 # Up to twice as many fp32 coefficients.
 COEFFICIENT_COLUMNS = 3
-TRITON_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
-}
 # A warp works on a tile of 16 elements a thread, and on several tiles in turn, which share the search for their tensor.
 TILE_GROUPS = 16
 TILES = 4
@@ -44,6 +37,19 @@ TILES = 4
 _WIDE = 1 << 62
 # How many of them one launch takes (at most 4 KiB); few choices mean few compilations.
 _ARGUMENT_COUNTS = (16, 64, 256)
+
+
+class Tensors(NamedTuple):
+    """The tensors of a step by kind, in the order of the table's columns; empty lists where a kind is not kept."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    first_moments: Sequence[Tensor]
+    steps: Sequence[Tensor] = ()
+    errors: Sequence[Tensor] = ()
+    first_scales: Sequence[Tensor] = ()
+    second_moments: Sequence[Tensor] = ()
+    second_scales: Sequence[Tensor] = ()
 
 
 class Part(NamedTuple):
@@ -78,19 +84,23 @@ class Step(NamedTuple):
     max_registers: int | None = None
 
 
-def run_step(kinds: dict[tl.constexpr, Sequence[Tensor]], lr: Tensor, preparation: Preparation, step: Step) -> None:
-    """Step tensors of one parameter dtype and one kind of state, given by column.
+def run_step(kinds: Tensors, lr: Tensor, preparation: Preparation, step: Step) -> None:
+    """Step tensors of one parameter dtype and one kind of state.
 
     Args:
-        kinds: by column, tensors that are contiguous; empty lists where a kind is not kept.
+        kinds: tensors that are contiguous.
         lr: learning rate, shape ``[]``, on the CPU or on the GPU.
         preparation: see there.
         step: see there.
     """
-    device = kinds[PARAM][0].device
+    device = kinds.params[0].device
     learning_rate = (float(lr), 0) if lr.is_cpu else (0.0, lr.data_ptr())
-    lr_dtype = None if lr.is_cpu else TRITON_DTYPES[lr.dtype]
-    addresses = {column.value: [t.data_ptr() for t in tensors] for column, tensors in kinds.items() if tensors}
+    lr_dtype = None if lr.is_cpu else lr.dtype
+    addresses = {
+        column: [tensor.data_ptr() for tensor in tensors]
+        for column, tensors in enumerate(kinds, _FIRST_ADDRESS)
+        if tensors
+    }
     for part, members in _parts(kinds, addresses).items():
         columns, programs = _columns(members, addresses, part.regular)
         tensors = len(members)
@@ -109,7 +119,7 @@ def run_step(kinds: dict[tl.constexpr, Sequence[Tensor]], lr: Tensor, preparatio
                 num_warps=4,
             )
         if programs:
-            constants = (*step.constants, TRITON_DTYPES[part.grad_dtype], part.regular, TILES, TILE_GROUPS)
+            constants = (*step.constants, part.grad_dtype, part.regular, TILES, TILE_GROUPS)
             step_arguments = (*arguments, *step.arguments)
             launch(step.kernel, programs, step_arguments, constants, device, max_registers=step.max_registers)
 
@@ -123,16 +133,14 @@ def _batches(total: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def _parts(
-    kinds: dict[tl.constexpr, Sequence[Tensor]], addresses: dict[int, list[int]]
-) -> dict[Part, list[tuple[int, int, int, int]]]:
+def _parts(kinds: Tensors, addresses: dict[int, list[int]]) -> dict[Part, list[tuple[int, int, int, int]]]:
     """Indices of tensors with their sizes (groups, groups in a row, columns), by what they have in common."""
-    scales = kinds[FIRST_SCALE]
-    misaligned = [0] * len(kinds[PARAM])
+    scales = kinds.first_scales
+    misaligned = [0] * len(kinds.params)
     if reduce(or_, chain.from_iterable(addresses.values())) & 15:
         misaligned = [reduce(or_, entries) & 15 for entries in zip(*addresses.values(), strict=True)]
     parts = defaultdict(list)
-    for index, (param, grad) in enumerate(zip(kinds[PARAM], kinds[GRAD], strict=True)):
+    for index, (param, grad) in enumerate(zip(kinds.params, kinds.grads, strict=True)):
         numel = cols = param.numel()
         row_groups = groups = -(-numel // 32)
         if scales:
@@ -150,7 +158,7 @@ def _columns(
     indices, groups, row_groups, cols = zip(*members, strict=True)
     ends = list(accumulate(-(-g // (TILE_GROUPS * TILES)) for g in groups))
     columns = [[end | _WIDE for end in (0, *ends[:-1])], [g | _WIDE for g in groups]]
-    for column in range(PARAM.value, max(addresses) + 1 if regular else COLS.value + 1):
+    for column in range(_FIRST_ADDRESS, max(addresses) + 1 if regular else COLS.value + 1):
         known = addresses.get(column)
         # An empty tensor has the address 0.
         columns.append([known[i] or _WIDE for i in indices] if known else [_WIDE] * len(members))

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_flashoptim.kernels import table
+from hf_flashoptim.kernels.launch import TRITON_DTYPES
 from hf_flashoptim.kernels.storage import master_weight, store_weight
 from hf_flashoptim.ops import error_correction
 
@@ -58,7 +58,7 @@ def test_split_and_join_equal_the_oracle(dtype, error_dtype, kernel_device):
     narrow = torch.empty(masters.shape, dtype=stored, device=kernel_device)
     errors = torch.empty(masters.shape, dtype=error_dtype, device=kernel_device)
     joined = torch.empty_like(on_device)
-    dtypes = table.TRITON_DTYPES
+    dtypes = TRITON_DTYPES
     _split_and_join[(len(masters) // 1024,)](
         on_device, narrow, errors, joined, DTYPE=dtypes[dtype], ERROR=dtypes[error_dtype], BLOCK=1024, num_warps=1
     )
