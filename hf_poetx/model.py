@@ -10,6 +10,7 @@ import transformers
 from peft import PeftModel, get_peft_model
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
+from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
 from .checkpoint import (
@@ -127,8 +128,9 @@ class PoetXModel(BaseTuner):
         self._replace_module(parent, target_name, layer, target)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        if isinstance(new_module, PoetXLayer):
-            # It is on its device already. PEFT would move the adapter of an offloaded layer to none, and lose it.
+        if isinstance(new_module, PoetXLayer) or isinstance(child, TrainableTokensWrapper):
+            # It is on its device already. PEFT would move the adapter of an offloaded layer to none, and lose it, and
+            # give an embedding, for its own weight, that of its wrapper, which is no parameter.
             setattr(parent, child_name, new_module)
         else:
             super()._replace_module(parent, child_name, new_module, child)

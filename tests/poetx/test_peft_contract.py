@@ -371,6 +371,29 @@ def test_trainable_tokens_are_trained_and_saved_beside_the_adapter(tmp_path):
     assert torch.equal(logits(PeftModel.from_pretrained(family_model("Llama"), tmp_path)), expected)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"], ids=["untied", "tied"])
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_trainable_tokens_are_merged_with_the_adapter(family, safe_merge):
+    model = poetx_family(family, trainable_token_indices=[1, 3])
+    train_step(model, lr=1.0)
+    expected = logits(model)
+    merged = model.merge_and_unload(safe_merge=safe_merge)
+    assert type(merged.get_input_embeddings()) is nn.Embedding
+    embeddings, original = merged.get_input_embeddings().weight, family_model(family).get_input_embeddings().weight
+    assert isinstance(embeddings, nn.Parameter)
+    # A token that does not occur is trained in the head alone.
+    assert {3} <= set((embeddings != original).any(dim=1).nonzero().flatten().tolist()) <= {1, 3}
+    assert (merged.get_output_embeddings().weight is embeddings) == (family == "Qwen2")
+    # fp32 rounding of two layers' worth of products, on outputs of the size of ten.
+    assert (logits(merged) - expected).abs().max() <= 1e-4
+
+
+def test_trainable_tokens_are_left_out_of_what_is_unloaded():
+    model = poetx_family(trainable_token_indices=[1, 3])
+    train_step(model, lr=1.0)
+    assert torch.equal(logits(model.unload()), logits(family_model("Llama")))
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
