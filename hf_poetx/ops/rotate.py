@@ -39,9 +39,10 @@ def rotate(
     """
     with torch.autocast(x.device.type, enabled=False):
         permuted = _permute(x, permutation, permutation_group)
-        rotated = _multiply_blocks(permuted, blocks, tail, transpose)
-        result = _permute(rotated, permutation, permutation_group, inverse=True)
-        return result if bias is None else result.add_(bias)
+        if bias is not None:
+            bias = _permute(bias.to(x.dtype)[None], permutation, permutation_group)[0]
+        rotated = _multiply_blocks(permuted, blocks, tail, transpose, bias)
+        return _permute(rotated, permutation, permutation_group, inverse=True)
 
 
 @rotate.register_fake
@@ -66,17 +67,25 @@ def _permute(x: Tensor, permutation: Tensor, permutation_group: int, inverse: bo
     return x.unflatten(1, (-1, group)).index_select(1, order).flatten(1)
 
 
-def _multiply_blocks(x: Tensor, blocks: Tensor, tail: Tensor | None, transpose: bool) -> Tensor:
-    """``x @ diag(blocks, tail)`` for x ``[tokens, width]`` in permuted order."""
+def _multiply_blocks(x: Tensor, blocks: Tensor, tail: Tensor | None, transpose: bool, bias: Tensor | None) -> Tensor:
+    """``x @ diag(blocks, tail) + bias`` for x ``[tokens, width]`` in permuted order, rounded once."""
     num_blocks, block, _ = blocks.shape
     split = num_blocks * block
     rows = x[:, :split].unflatten(1, (num_blocks, block)).transpose(0, 1)
-    rotated = torch.bmm(rows, blocks.mT if transpose else blocks).transpose(0, 1).flatten(1)
+    matrices = blocks.mT if transpose else blocks
+    if bias is None:
+        rotated = torch.bmm(rows, matrices)
+    else:
+        rotated = torch.baddbmm(bias[:split].view(num_blocks, 1, block), rows, matrices)
+    rotated = rotated.transpose(0, 1).flatten(1)
     if split == x.shape[1]:
         return rotated
     rest = x[:, split:]
-    if tail is not None:
-        rest = rest @ (tail.mT if transpose else tail)
+    if tail is None:
+        rest = rest if bias is None else rest + bias[split:]
+    else:
+        tail = tail.mT if transpose else tail
+        rest = rest @ tail if bias is None else torch.addmm(bias[split:], rest, tail)
     return torch.cat((rotated, rest), dim=1)
 
 

@@ -34,6 +34,19 @@ def test_rotation_equals_the_dense_matrix(width, block, transpose):
     torch.testing.assert_close(rotate(x, blocks, tail, permutation, 1, transpose, bias), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width, block", WIDTHS)
+def test_a_half_precision_rotation_with_bias_rounds_once(width, block, dtype):
+    x, blocks, tail, permutation = make(width, block, tokens=200)
+    x, blocks, bias = x.to(dtype), blocks.to(dtype), torch.randn(width).to(dtype)
+    tail = None if tail is None else tail.to(dtype)
+    doubles = [None if t is None else t.double() for t in (x, blocks, tail)]
+    truth = rotate(*doubles, permutation, 1, False, bias.double())
+    found = rotate(x, blocks, tail, permutation, 1, False, bias)
+    # Sums in fp32 move a value over a rounding boundary in one of 2^13 cases or fewer; a second rounding in one of 4.
+    assert (found != truth.to(dtype)).double().mean() < 0.01
+
+
 @pytest.mark.parametrize("width, block", WIDTHS)
 def test_rotation_gradient_is_the_block_diagonal_of_the_dense_gradient(width, block):
     left, _, _, permutation = make(width, block)
