@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    torch.autograd.set_multithreading_enabled(False)  # as in bench_layer.py
     cases = [("permutation", permutation, (4096,)), ("permutation", permutation, (14336,))]
     cases += [("block_product", block_product, (4096,)), ("block_product", block_product, (14336,))]
     cases += [("layer", layer, (4096, 4096)), ("layer", layer, (4096, 14336))]

@@ -49,7 +49,7 @@ class PoetXLinear(nn.Module, PoetXLayer):
         base = self.base_layer
         hooks = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks
         both_sides = adapter_name in self.poetx_skew_in and adapter_name in self.poetx_skew_out
-        bare = self.quantization_backend is None and not hasattr(base, "_hf_hook") and not hooks
+        bare = self.quantization_backend is None and "_hf_hook" not in vars(base) and not hooks
         return bare and both_sides and type(base) in (nn.Linear, Conv1D)
 
     def _forward_plain(self, x: Tensor, adapter_name: str) -> Tensor:
