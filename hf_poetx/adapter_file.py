@@ -221,6 +221,9 @@ def _what_it_is(folder: Path) -> str:
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*") if (path / ADAPTER_CONFIG).exists())
     if checkpoints:
         return f"it is a Trainer's output folder; name a checkpoint in it, {', '.join(checkpoints)}"
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
+    if inside:
+        return f"name one of the adapters in it, {', '.join(str(folder / name) for name in inside)}"
     if any(folder.glob("pytorch_model_fsdp*")):
         return "it is a sharded checkpoint; resume from it and save the adapter with model.save_pretrained"
     if (folder / "adapter_model.bin").exists():

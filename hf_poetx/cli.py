@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from . import estimate as memory
-from .adapter_file import AdapterFile
+from .adapter_file import ADAPTER_CONFIG, AdapterFile
 from .adapter_report import measure_layers
 from .card import CardFacts, write_card
 from .export import ExportSummary, merge_checkpoint
@@ -141,7 +142,9 @@ def run_merge(args: argparse.Namespace, console: Console) -> None:
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    if (args.private or args.revision) and not args.push_to_hub:
+        raise ValueError("--private and --revision are of a push; add --push-to-hub USER/NAME, or leave them out")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         summary = merge_checkpoint(
             args.adapter,
@@ -181,7 +184,7 @@ def _print_summary(console: Console, summary: ExportSummary) -> None:
     if summary.unchecked:
         console.print(f"{summary.unchecked} layers could not be compared with the weights that were trained on")
     console.print(
-        f"wrote {summary.num_parameters:,} parameters, {summary.num_bytes / 1e9:.2f} GB, to {summary.folder} "
+        f"wrote {summary.num_parameters:,} parameters, {decimal(summary.num_bytes)}, to {summary.folder} "
         f"(largest merge error {summary.largest_error:.2e})",
         soft_wrap=True,
     )
@@ -189,6 +192,8 @@ def _print_summary(console: Console, summary: ExportSummary) -> None:
 
 def run_report(args: argparse.Namespace, console: Console) -> None:
     """``poetx report``."""
+    if args.base and not args.spectrum:
+        raise ValueError("--base is read for --spectrum only; add it, or leave --base out")
     adapter = AdapterFile.open(args.adapter)
     layers = measure_layers(adapter, args.base) if args.spectrum else adapter.figures()
     if args.json:
@@ -198,6 +203,12 @@ def run_report(args: argparse.Namespace, console: Console) -> None:
     for layer in layers:
         table.add_row(*map(_cell, layer))
     console.print(table)
+    figures = ("sigma", "defect", "drift") if args.spectrum else ("sigma", "defect")
+    known = {name: [value for layer in layers if (value := getattr(layer, name)) is not None] for name in figures}
+    largest = ", ".join(f"{name} {_cell(max(values))}" for name, values in known.items() if values)
+    console.print(f"{len(layers)} layers, block {adapter.config.block}; largest {largest}", soft_wrap=True)
+    if args.spectrum and not known["drift"]:
+        console.print("drift is unknown: the weights were merged into, and track_spectrum was not set in training")
 
 
 def _cell(value: object) -> str:
@@ -222,7 +233,7 @@ def run_estimate(args: argparse.Namespace, console: Console) -> None:
         accumulation=args.accumulation,
         error_bits=args.error_bits,
     )
-    result = memory.estimate(memory.model_shape(args.model), plan)
+    result = memory.estimate(_model_shape(args.model), plan)
     if args.json:
         console.print_json(json.dumps(result.to_dict()))
     else:
@@ -232,6 +243,18 @@ def run_estimate(args: argparse.Namespace, console: Console) -> None:
     if args.chart:
         memory.draw(result, args.chart, f"{args.model}, {args.method}, {args.batch} x {args.sequence} tokens")
         console.print(f"chart: {args.chart}", soft_wrap=True)
+
+
+def _model_shape(model: str) -> memory.ModelShape:
+    if (Path(model) / ADAPTER_CONFIG).exists():
+        raise ValueError(f"{model} is an adapter; name its base model, or a size such as 8B")
+    try:
+        return memory.model_shape(model)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{model!r} is neither a folder with a config.json, nor a model that the Hub gives, nor a size (1B, 3B, 7B, "
+            "8B, 13B, 70B)"
+        ) from error
 
 
 def _estimate_table(result: memory.Estimate) -> Table:

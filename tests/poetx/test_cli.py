@@ -71,7 +71,24 @@ def test_report_agrees_with_that_of_the_live_model(
             # Singular values of a weight computed twice, in chunks or not.
             assert printed[layer.name][figure] == pytest.approx(getattr(layer, figure), rel=1e-4, abs=1e-6)
     assert cli.main(arguments[:2]) == 0
-    assert "sigma" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"14 layers, block 8; largest sigma {max(layer['sigma'] for layer in printed.values()):.3g}" in text
+
+
+def test_report_says_where_drift_is_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    write_adapter(write_base(tiny_llama(), tmp_path / "base"), tmp_path / "adapter", merges=1)
+    assert cli.main(["report", str(tmp_path / "adapter"), "--spectrum"]) == 0
+    assert "drift is unknown" in capsys.readouterr().out
+
+
+def test_output_that_is_no_terminal_has_no_trace_of_the_progress_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    write_adapter(write_base(tiny_llama(), tmp_path / "base"), tmp_path / "adapter")
+    capsys.readouterr()
+    assert cli.main(["merge", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    assert text.lstrip(" ").startswith("layer") and " kB, to " in text
 
 
 def test_estimate_prints_parts_and_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -94,13 +111,19 @@ def test_estimate_prints_parts_and_what_fits(tmp_path: Path, capsys: pytest.Capt
         (["merge", "ADAPTER", "OUT", "--base", "absent"], "base model 'absent'"),
         (["report", "BASE"], "whole model, without an adapter"),
         (["estimate", "8B", "--block", "0"], "block=0"),
+        (["merge", "ADAPTER", "OUT", "--private"], "add --push-to-hub"),
+        (["merge", "ADAPTER", "OUT", "--revision", "main"], "add --push-to-hub"),
+        (["merge", "PARENT", "OUT"], "name one of the adapters in it, "),
+        (["report", "ADAPTER", "--base", "BASE"], "--base is read for --spectrum only"),
+        (["estimate", "9B"], "nor a size (1B, 3B, 7B, 8B, 13B, 70B)"),
+        (["estimate", "ADAPTER"], "is an adapter; name its base model"),
     ],
 )
 def test_errors_are_one_line_on_stderr(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     write_adapter(write_base(tiny_llama(), tmp_path / "base"), tmp_path / "adapter")
-    places = {"ADAPTER": "adapter", "OUT": "out", "BASE": "base"}
+    places = {"ADAPTER": "adapter", "OUT": "out", "BASE": "base", "PARENT": "."}
     arguments = [str(tmp_path / places[argument]) if argument in places else argument for argument in arguments]
     capsys.readouterr()
     assert cli.main(arguments) == 1
