@@ -7,7 +7,9 @@ Each study answers one open question with runs of equal steps on the same batche
 
 Studies: `methods` (POET-X, AdamW, LoRA, 8-bit Adam, Adafactor, GaLore, each at its best of several learning rates, then
 3 seeds), `block` (size against loss, parameters and time), `learning_rate` (does a rate mean the same at every block),
-`interval` (steps between merges), `permutation_group` (16 and 32 columns at a time against single ones), `init`.
+`interval` (steps between merges), `permutation_group` (16 and 32 columns at a time against single ones; a larger model,
+for a GPU), `init`.
+Seconds are those of the clock on a GPU, and of the processor without one.
 Results go to `benchmarks/results/pretraining_STUDY.json` and `.png`.
 """
 
@@ -34,7 +36,7 @@ RESULTS = Path(__file__).parent / "results"
 SEQUENCE = 128
 VOCABULARY = 2048
 HELD_OUT_SPEECHES = 12
-LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+LEARNING_RATES = (1e-3, 3e-3, 1e-2)
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,12 @@ class Run:
     method: str = "poetx"
     learning_rate: float = 4e-3
     seed: int = 0
-    steps: int = 300
-    batch: int = 32
-    hidden: int = 256
-    layers: int = 4
-    block: int = 64
-    merge_interval: int = 50
+    steps: int = 200
+    batch: int = 16
+    hidden: int = 128
+    layers: int = 3
+    block: int = 32
+    merge_interval: int = 40
     permutation_group: int = 1
     poet_scale: float = 0.5
     init: str = "normalize"
@@ -72,13 +74,14 @@ def first_runs(study: str) -> list[Run]:
         methods = ("poetx", "adamw", "lora", "adamw8bit", "adafactor", "galore")
         return [Run(method, rate) for method in methods for rate in LEARNING_RATES]
     if study == "block":
-        return varied(block=(16, 32, 64, 128, 256))
+        return varied(block=(8, 16, 32, 64, 128))
     if study == "learning_rate":
-        return [Run(block=block, learning_rate=rate) for block in (32, 64, 128, 256) for rate in LEARNING_RATES]
+        return [Run(block=block, learning_rate=rate) for block in (8, 32, 128) for rate in (2e-3, 4e-3, 8e-3, 16e-3)]
     if study == "interval":
-        return varied(merge_interval=(0, 10, 25, 50, 100, 200))
+        return varied(merge_interval=(0, 10, 20, 40, 100))
     if study == "permutation_group":
-        return varied(permutation_group=(1, 16, 32))
+        larger = {"steps": 300, "batch": 32, "hidden": 256, "layers": 4, "block": 64, "merge_interval": 50}
+        return varied(permutation_group=(1, 16, 32), **{name: (value,) for name, value in larger.items()})
     if study == "init":
         return varied(init=("keep", "normalize"))
     raise ValueError(f"no study {study!r}")
@@ -142,7 +145,9 @@ def build(run: Run, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     if run.method == "lora":
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=32, lora_alpha=64, target_modules="all-linear"))
+        model = get_peft_model(
+            model, LoraConfig(r=run.hidden // 8, lora_alpha=run.hidden // 4, target_modules="all-linear")
+        )
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("base_layer" not in name)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -161,7 +166,13 @@ def build(run: Run, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
         matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and ".layers." in name]
         others = [p for p in parameters if not any(p is matrix for matrix in matrices)]
-        low_rank = {"params": matrices, "rank": 64, "update_proj_gap": 50, "scale": 1.0, "proj_type": "std"}
+        low_rank = {
+            "params": matrices,
+            "rank": run.hidden // 4,
+            "update_proj_gap": 50,
+            "scale": 1.0,
+            "proj_type": "std",
+        }
         return model, GaLoreAdamW(
             [{"params": others}, low_rank], lr=rate, weight_decay=0.0, no_deprecation_warning=True
         )
@@ -182,7 +193,8 @@ def train(run: Run) -> dict:
     )
     batches = torch.Generator().manual_seed(run.seed)
     losses, merges, largest_sigma = [], [], 0.0
-    start = time.perf_counter()
+    clock = time.perf_counter if device == "cuda" else time.process_time
+    start = clock()
     for step in range(run.steps):
         rows = torch.randint(0, len(train_tokens), (run.batch,), generator=batches).to(device)
         loss = model(input_ids=train_tokens[rows], labels=train_tokens[rows]).loss
@@ -198,7 +210,7 @@ def train(run: Run) -> dict:
                 largest_sigma = max(largest_sigma, report.max_sigma)
         if step % 10 == 9:
             losses.append(round(loss.item(), 4))
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     model.eval()
     with torch.no_grad():
         parts = [model(input_ids=part, labels=part).loss.item() for part in held_out.split(32)]

@@ -125,7 +125,7 @@ def run(method: str, rate: float, tokens: dict) -> dict:
     """Train one model; returns its record."""
     model = llama(torch.float32 if method == "adamw" else torch.bfloat16)
     if method == "poetx":
-        settings = {"block": 256, "memory_mode": "fast", "merge_interval": MERGE_INTERVAL, "clip_warmup": 0}
+        settings = {"block": 256, "memory_mode": "fast", "merge_interval": MERGE_INTERVAL}
         model = get_poetx_model(model, PoetXConfig(init="normalize", train_rest=True, **settings))
     recorder = Recorder()
     with TemporaryDirectory() as folder:
@@ -147,7 +147,10 @@ def run(method: str, rate: float, tokens: dict) -> dict:
             disable_tqdm=True,
         )
         trainer = Trainer(model, arguments, train_dataset=dataset(tokens["train"]), callbacks=[recorder])
-        trainer.train()
+        try:
+            trainer.train()
+        except ValueError as error:  # POET-X refuses to merge what is not finite
+            return {"method": method, "learning_rate": rate, "diverged": str(error), "losses": recorder.losses}
     losses = held_out_losses(model, tokens["held_out"])
     return {
         "method": method,
@@ -175,7 +178,8 @@ def plot(folder: Path) -> None:
     records = json.loads((folder / "pretraining_60m.json").read_text())["results"]
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for method in dict.fromkeys(record["method"] for record in records):
-        best = min((r for r in records if r["method"] == method), key=lambda r: r["held_out_loss"])
+        finished = [r for r in records if r["method"] == method and "held_out_loss" in r]
+        best = min(finished, key=lambda r: r["held_out_loss"])
         steps, losses = zip(*best["losses"], strict=True)
         label = f"{method}, rate {best['learning_rate']:g}: {best['held_out_loss']:.3f} held out"
         (line,) = axis.plot(steps, losses, label=label)
