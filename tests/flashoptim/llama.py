@@ -1,13 +1,13 @@
 """A tiny Llama and real Trainers around it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import hf_flashoptim  # noqa: F401 - registers the optimizers
 
@@ -52,10 +52,20 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
 
 
-def make_trainer(folder: Path, *, model: Any = None, dtype: torch.dtype = torch.float32, **options: Any) -> Trainer:
+def make_trainer(
+    folder: Path,
+    *,
+    model: Any = None,
+    dtype: torch.dtype = torch.float32,
+    model_init: Callable[[], Any] | None = None,
+    callbacks: list[TrainerCallback] | None = None,
+    **options: Any,
+) -> Trainer:
     """A plain Trainer; options of TrainingArguments by keyword."""
-    model = tiny_llama(dtype) if model is None else model
-    return Trainer(model=model, args=arguments(folder, **options), train_dataset=sentences())
+    if model_init is None:
+        model = tiny_llama(dtype) if model is None else model
+    args = arguments(folder, **options)
+    return Trainer(model=model, args=args, train_dataset=sentences(), model_init=model_init, callbacks=callbacks)
 
 
 def losses(trainer: Trainer) -> list[float]:

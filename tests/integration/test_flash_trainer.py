@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 import torch
 import yaml
@@ -191,17 +192,27 @@ def test_resuming_a_trainer_is_bitwise_equal(name, dtype, tmp_path):
     assert_bit_equal(final_state(resumed), final_state(through))
 
 
-def test_searching_hyperparameters_makes_an_optimizer_for_each_trial(tmp_path):
-    """What a search does, without one of its backends: the same Trainer trains again with other arguments."""
-    trainer = make_trainer(tmp_path, model=tiny_llama())
-    trainer.model_init = lambda trial: tiny_llama()
-    seen = []
-    for rate in (1e-3, 1e-2):
-        trainer.args.learning_rate = rate
-        trainer.optimizer = trainer.lr_scheduler = None
-        trainer.train()
-        seen.append((optimizer_of(trainer), losses(trainer)[-1]))
-    assert seen[0][0] is not seen[1][0] and seen[0][1] > seen[1][1]
+def test_hyperparameter_search_makes_an_optimizer_for_each_trial(tmp_path):
+    tried = []
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, optimizer=None, **kwargs):
+            tried.append((args.optim, args.learning_rate, unwrap(optimizer)))
+
+    grid = {"optim": ["flash_adamw", "flash_lion"], "learning_rate": [1e-6, 1e-3]}
+    trainer = make_trainer(tmp_path, model_init=lambda: tiny_llama(), callbacks=[Watch()])
+    trainer.eval_dataset = trainer.train_dataset
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {name: trial.suggest_categorical(name, values) for name, values in grid.items()},
+        backend="optuna",
+        n_trials=4,
+        sampler=optuna.samplers.GridSampler(grid),
+    )
+    assert len({id(optimizer) for *_, optimizer in tried}) == 4
+    assert {(name, rate): type(optimizer) for name, rate, optimizer in tried} == {
+        (name, rate): OPTIMIZERS[name] for name in grid["optim"] for rate in grid["learning_rate"]
+    }
+    assert best.hyperparameters["learning_rate"] == 1e-3
 
 
 def release(folder: Path, text: str = "gradient_release=True", **options):
