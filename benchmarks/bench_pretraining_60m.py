@@ -7,6 +7,7 @@
 The corpus is JSON lines, `{"source": ..., "text": ...}`; documents are shuffled, and held out by source. AdamW trains
 fp32 weights under bf16 autocast, as is usual; FlashAdamW bf16 weights with 24-bit masters; POET-X (fast, block 256, a
 merge every 100 steps) bf16 weights with FlashAdamW on everything that it trains.
+Runs are added to those that the output folder holds.
 """
 
 import argparse
@@ -205,9 +206,11 @@ def main() -> None:
     elif arguments.plot:
         plot(arguments.output)
     else:
-        tokens, records = torch.load(arguments.tokens), []
+        tokens, path = torch.load(arguments.tokens), arguments.output / "pretraining_60m.json"
+        records = json.loads(path.read_text())["results"] if path.exists() else []
         for method, _, rate in (name.partition("=") for name in arguments.runs):
-            records.append(run(method, float(rate), tokens))
+            records = [r for r in records if (r["method"], r["learning_rate"]) != (method, float(rate))]
+            records.append(run(method, float(rate), tokens) | {"commit": harness.environment()["commit"]})
             shown = {k: v for k, v in records[-1].items() if k not in ("losses", "held_out_losses")}
             print(shown, flush=True)
             harness.write("pretraining_60m", records, arguments.output)
