@@ -110,6 +110,27 @@ def layer() -> str:
     return table(header, rows)
 
 
+def pretraining_60m() -> str:
+    labels = {"poetx": "POET-X + FlashAdamW", "flash_adamw": "FlashAdamW, bf16 weights", "adamw": "AdamW, autocast"}
+    records = [record for record in load("pretraining_60m")["results"] if "held_out_loss" in record]
+    best = {
+        name: min((r for r in records if r["method"] == name), key=lambda r: r["held_out_loss"]) for name in labels
+    }
+    return table(
+        ("a 60M Llama, 16.8M tokens", "learning rate", "held-out loss", "tokens a second", "peak GiB"),
+        (
+            (
+                label,
+                f"{best[name]['learning_rate']:g}",
+                f"{best[name]['held_out_loss']:.2f}",
+                f"{best[name]['tokens_per_second']:,}",
+                f"{best[name]['peak_gib']:.1f}",
+            )
+            for name, label in labels.items()
+        ),
+    )
+
+
 def permutation_group() -> str:
     rows: dict[int, list[float]] = {}
     for record in load("pretraining_permutation_group")["records"]:
@@ -121,7 +142,8 @@ def permutation_group() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (demo, optimizer_step, full_finetune, layer, permutation_group)
+    function.__name__: function
+    for function in (demo, optimizer_step, full_finetune, layer, pretraining_60m, permutation_group)
 }
 
 
