@@ -82,9 +82,10 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        method: "poetx", "lora" (fp32 adapters on all linear layers) or "full".
+        method: "poetx", "lora" (adapters on all linear layers) or "full".
         block: of POET-X.
         rank: of LoRA.
+        bf16_adapters: of LoRA; PEFT's default is fp32.
         batch: sequences in a forward pass.
         sequence: tokens of each.
         optimizer: one of `OPTIMIZERS`; "adamw_fp32" keeps the weights in fp32 and computes under autocast.
@@ -99,6 +100,7 @@ class Training:
     method: str = "poetx"
     block: int = 256
     rank: int = 64
+    bf16_adapters: bool = False
     batch: int = 1
     sequence: int = 1024
     optimizer: str = "flash_adamw"
@@ -223,15 +225,16 @@ def estimate(shape: ModelShape, training: Training) -> Estimate:
     parts = {"weights": (shape.wrapped + shape.rest) * size}
     if training.error_bits:
         parts["error bits"] = shape.wrapped
-    # Parameters of each kind that are trained: adapters in fp32, what belongs to the base model in its own dtype.
+    # Parameters of each kind that are trained: adapters, in fp32 as a rule, and what belongs to the base model.
     adapters, base = _trained(shape, training)
+    adapter_size = 2 if training.method == "lora" and training.bf16_adapters else 4
     if adapters:
         name = {"poetx": "skew entries and permutations", "lora": "adapters"}[training.method]
         permutations = sum(map(sum, shape.linears)) if training.method == "poetx" else 0
-        parts[name] = adapters * 4 + permutations * 4
-    parts["optimizer states"] = adapters * state.of_fp32
+        parts[name] = adapters * adapter_size + permutations * 4
+    parts["optimizer states"] = adapters * (state.of_fp32 if adapter_size == 4 else state.of_bf16)
     parts["optimizer states"] += base * (state.of_fp32 if fp32_weights else state.of_bf16) if base else 0
-    gradients = 0 if training.gradient_release else adapters * 4 + base * size
+    gradients = 0 if training.gradient_release else adapters * adapter_size + base * size
     backward = parts | {"activations": _activations(shape, training), "loss": _loss(shape, training)}
     if training.accumulation > 1:
         backward["gradients"] = gradients
@@ -254,7 +257,8 @@ def layer_activations(shape: ModelShape, training: Training) -> int:
     A norm keeps its input and root mean square in fp32 and, if its weight is trained, what that is multiplied with.
     Attention keeps its queries, keys, values, output and a logarithm in fp32 for each head. The MLP keeps the gate, its
     activation, and the other factor. Linear layers keep their inputs, which are shared within q/k/v and within gate/up;
-    POET-X's fast mode keeps the product with the weight as well, LoRA the product with its first matrix.
+    POET-X's fast mode keeps the product with the weight as well, LoRA the product with its first matrix; with fp32
+    adapters each of LoRA's layers keeps its own input in fp32 in the place of the shared one.
     """
     hidden, intermediate, narrow = shape.hidden, shape.intermediate, shape.key_value_width
     trains_norms = training.method == "full" or training.train_rest
@@ -267,7 +271,10 @@ def layer_activations(shape: ModelShape, training: Training) -> int:
     if training.method == "poetx" and training.memory_mode == "fast":
         extra = outputs
     elif training.method == "lora":
-        extra = 2 * 7 * training.rank
+        size = 2 if training.bf16_adapters else 4
+        extra = size * 7 * training.rank
+        if not training.bf16_adapters:
+            inputs = 4 * (6 * hidden + intermediate)
     return norms + attention + mlp + inputs + extra
 
 

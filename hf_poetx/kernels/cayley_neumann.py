@@ -7,8 +7,8 @@ entries is what stands above the diagonal of
 
     2K + Q Z + Z^T Q,    Z = A + B^T,    A = 2 Q K - 2 Y - Q Q Y,    B = Q K - Q Q Y.
 
-Everything but the last line goes column by column. So where Q fits in shared memory, the transform is one launch after
-that which unpacks Q, and its gradient two more; elsewhere each product is one.
+Everything but the last line goes column by column. So where Q fits in Hopper's shared memory, the transform is one launch
+after that which unpacks Q, and its gradient two more; elsewhere each product is one.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from .launch import Plan, aligned, ceil_divide, is_hopper, next_power_of_two
 
-# Bytes of Q that a program keeps in shared memory; Hopper's holds 128 KiB and the rest of the program's tiles.
-_RESIDENT_BYTES_HOPPER, _RESIDENT_BYTES = 128 * 1024, 32 * 1024
+# Bytes of Q that a program keeps in Hopper's shared memory, beside the rest of its tiles. Elsewhere Q is not kept: Triton
+# 3.6 cannot compile the loop of `_columns_gradient_kernel` for older matrix units, nor for 16-bit tiles below 64.
+_RESIDENT_BYTES = 128 * 1024
 
 
 @triton.jit
@@ -234,11 +235,11 @@ class Transform:
         total, num_first = sum(counts), counts[0]
         # Three TF32 products have the accuracy of fp32; 16-bit operands ignore it.
         precision = "tf32x3" if dtype == torch.float32 else "tf32"
-        size, hopper = next_power_of_two(block, 16), is_hopper(device)
+        size, hopper = next_power_of_two(block, 64 if dtype.itemsize == 2 else 16), is_hopper(device)
         tile = min(64, size)
         squares, squares_tile = (total, ceil_divide(block, tile), ceil_divide(block, tile)), (tile,)
         self._unpack = Plan(_unpack_kernel, squares, (num_first, block), squares_tile, num_warps=4)
-        self._resident = size * size * dtype.itemsize <= (_RESIDENT_BYTES_HOPPER if hopper else _RESIDENT_BYTES)
+        self._resident = hopper and size * size * dtype.itemsize <= _RESIDENT_BYTES
         if self._resident:
             grid, constants = (*squares[:2], 1), (size, tile, precision)
             num_warps = max(1, min(8, size * tile // 1024))
