@@ -126,7 +126,6 @@ def perplexity(
         (text, ids[begin : begin + length]) for text, ids in enumerate(encoded) for begin in range(0, len(ids), length)
     ]
     nats = [0.0] * len(texts)
-    # Many at once: an adapter builds its orthogonal blocks anew in every forward pass, whatever its size.
     for batch in (windows[first : first + BATCH] for first in range(0, len(windows), BATCH)):
         # What is appended at the end changes nothing before it.
         rows = [[start, *ids, *[start] * (length - len(ids))] for _, ids in batch]

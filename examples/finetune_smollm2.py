@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune"))
     parser.add_argument("--smoke", action="store_true", help="a tiny random model and a few steps")
     parser.add_argument("--block", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
@@ -88,6 +88,8 @@ def main() -> None:
             max_length=arguments.sequence,
             packing=arguments.dataset is None,
             eval_packing=arguments.dataset is None,
+            # Speeches are longer than a sequence; other ways of packing cut off what is beyond one.
+            packing_strategy="wrapped",
             logging_steps=max(1, arguments.steps // 12),
             save_strategy="no",
             bf16=False,
