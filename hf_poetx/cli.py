@@ -1,6 +1,7 @@
 """The command line: ``poetx merge``, ``poetx report``, ``poetx estimate``."""
 
 import argparse
+import contextlib
 import json
 import sys
 import warnings
@@ -144,8 +145,10 @@ def run_merge(args: argparse.Namespace, console: Console) -> None:
     )
     if (args.private or args.revision) and not args.push_to_hub:
         raise ValueError("--private and --revision are of a push; add --push-to-hub USER/NAME, or leave them out")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
+    progress = Progress(*columns, console=console, transient=True)
+    task = progress.add_task("", total=None)
+    # Even a bar that is disabled leaves an empty line where the output is no terminal.
+    with progress if console.is_terminal else contextlib.nullcontext():
         summary = merge_checkpoint(
             args.adapter,
             args.out,
@@ -154,7 +157,7 @@ def run_merge(args: argparse.Namespace, console: Console) -> None:
             max_shard_size=args.max_shard_size,
             check_base=args.check_base,
             overwrite=args.overwrite,
-            on_progress=lambda p: bar.update(task, completed=p.number, total=p.total, description=p.name),
+            on_progress=lambda p: progress.update(task, completed=p.number, total=p.total, description=p.name),
         )
     facts = CardFacts.of_export(summary, args.push_to_hub or args.out.name)
     facts.reproduce = f"poetx merge ADAPTER OUT{f' --dtype {args.dtype}' if args.dtype else ''}"
