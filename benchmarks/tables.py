@@ -110,6 +110,28 @@ def layer() -> str:
     return table(header, rows)
 
 
+def model() -> str:
+    labels = {
+        "adamw_bf16": "AdamW, bf16 without master",
+        "flash_adamw": "FlashAdamW",
+        "lora_r64": "PEFT LoRA r64, AdamW",
+        "poetx_fast": "POET-X fast, FlashAdamW, embeddings and head trained",
+        "poetx_mem": "POET-X mem, the same",
+        "poetx_fast_frozen_rest": "POET-X fast, embeddings and head frozen",
+        "poetx_mem_frozen_rest": "POET-X mem, embeddings and head frozen",
+    }
+    measured = {
+        (row["model"], row["method"]): (f"{row['milliseconds']:.0f}", f"{row['peak_gib']:.1f}")
+        for row in load("model")["results"]
+        if row["backward_threads"] == 1
+    }
+    rows = (
+        (label, *measured.get(("8B", name), ("-", "-")), *measured.get(("13B", name), ("-", "-")))
+        for name, label in labels.items()
+    )
+    return table(("batch 1, 1024 tokens", "8B, ms a step", "peak GiB", "13B, ms a step", "peak GiB"), rows)
+
+
 def pretraining_60m() -> str:
     labels = {"poetx": "POET-X + FlashAdamW", "flash_adamw": "FlashAdamW, bf16 weights", "adamw": "AdamW, autocast"}
     records = [record for record in load("pretraining_60m")["results"] if "held_out_loss" in record]
@@ -143,7 +165,7 @@ def permutation_group() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (demo, optimizer_step, full_finetune, layer, pretraining_60m, permutation_group)
+    for function in (demo, optimizer_step, full_finetune, layer, model, pretraining_60m, permutation_group)
 }
 
 
