@@ -28,7 +28,6 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(BIN)/pytest --ignore-glob='*/kernels/*' -m slow
-	TRITON_INTERPRET=1 $(BIN)/pytest tests/flashoptim/kernels tests/poetx/kernels -m slow
 
 .venv-lowest/installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv .venv-lowest
