@@ -153,20 +153,54 @@ def pretraining_60m() -> str:
     )
 
 
-def permutation_group() -> str:
-    rows: dict[int, list[float]] = {}
-    for record in load("pretraining_permutation_group")["records"]:
-        rows.setdefault(record["run"]["permutation_group"], []).append(record["held_out_loss"])
+def losses_by(study: str, field: str, label: str) -> str:
+    """Held-out losses of a study's runs, by the field that it varies."""
+    rows: dict[object, list[float]] = {}
+    for record in load(f"pretraining_{study}")["records"]:
+        rows.setdefault(record["run"][field], []).append(record["held_out_loss"])
     return table(
-        ("columns moved together", "held-out loss, mean of 3 seeds", "lowest", "highest"),
+        (label, "held-out loss, mean of 3 seeds", "lowest", "highest"),
         ((name, f"{statistics.mean(v):.3f}", f"{min(v):.3f}", f"{max(v):.3f}") for name, v in rows.items()),
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (demo, optimizer_step, full_finetune, layer, model, pretraining_60m, permutation_group)
-}
+def permutation_group() -> str:
+    return losses_by("permutation_group", "permutation_group", "columns moved together")
+
+
+def block() -> str:
+    return losses_by("block", "block", "block")
+
+
+def interval() -> str:
+    return losses_by("interval", "merge_interval", "steps between merges (0: none)")
+
+
+def methods() -> str:
+    labels = {
+        "poetx": "POET-X, block 32, with AdamW",
+        "adamw": "AdamW",
+        "lora": "LoRA r16, all else trained",
+        "adamw8bit": "bitsandbytes AdamW, 8 bits",
+        "adafactor": "Adafactor",
+        "galore": "GaLore, rank 32",
+    }
+    records = load("pretraining_methods")["records"]
+    rows = []
+    for name, label in labels.items():
+        own = [record for record in records if record["run"]["method"] == name]
+        rate = min(own, key=lambda record: record["held_out_loss"])["run"]["learning_rate"]
+        losses = [record["held_out_loss"] for record in own if record["run"]["learning_rate"] == rate]
+        figures = (f"{statistics.mean(losses):.3f}", f"{min(losses):.3f}", f"{max(losses):.3f}")
+        rows.append((label, f"{rate:g}", *figures, f"{own[0]['trained_parameters']:,}"))
+    header = ("method", "learning rate", "held-out loss, mean of 3 seeds", "lowest", "highest", "trained parameters")
+    return table(header, rows)
+
+
+FUNCTIONS = (
+    demo, optimizer_step, full_finetune, layer, model, pretraining_60m, methods, block, interval, permutation_group,
+)  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in FUNCTIONS}
 
 
 def rendered(text: str) -> str:
