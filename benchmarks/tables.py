@@ -169,7 +169,21 @@ def permutation_group() -> str:
 
 
 def block() -> str:
-    return losses_by("block", "block", "block")
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for record in load("pretraining_block")["records"]:
+        rows.setdefault(record["run"]["block"], []).append(record)
+    return table(
+        ("block", "held-out loss, mean of 3 seeds", "trained parameters", "processor seconds"),
+        (
+            (
+                size,
+                f"{statistics.mean(record['held_out_loss'] for record in records):.3f}",
+                f"{records[0]['trained_parameters']:,}",
+                f"{statistics.median(record['seconds'] for record in records):.0f}",
+            )
+            for size, records in rows.items()
+        ),
+    )
 
 
 def interval() -> str:
