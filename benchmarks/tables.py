@@ -190,6 +190,20 @@ def interval() -> str:
     return losses_by("interval", "merge_interval", "steps between merges (0: none)")
 
 
+def init() -> str:
+    return losses_by("init", "init", "init")
+
+
+def learning_rate() -> str:
+    losses = {
+        (record["run"]["block"], record["run"]["learning_rate"]): record["held_out_loss"]
+        for record in load("pretraining_learning_rate")["records"]
+    }
+    blocks, rates = (list(dict.fromkeys(values)) for values in zip(*losses, strict=True))
+    rows = ((size, *(f"{losses[size, rate]:.3f}" for rate in rates)) for size in blocks)
+    return table(("block", *(f"rate {rate:g}" for rate in rates)), rows)
+
+
 def methods() -> str:
     labels = {
         "poetx": "POET-X, block 32, with AdamW",
@@ -212,7 +226,8 @@ def methods() -> str:
 
 
 FUNCTIONS = (
-    demo, optimizer_step, full_finetune, layer, model, pretraining_60m, methods, block, interval, permutation_group,
+    demo, optimizer_step, full_finetune, layer, model, pretraining_60m, methods, block, interval, init, learning_rate,
+    permutation_group,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in FUNCTIONS}
 
