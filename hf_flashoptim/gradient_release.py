@@ -1,12 +1,17 @@
-"""Gradient release: step each parameter during the backward pass, as soon as its gradient is there, and free it.
+"""Gradient release: step parameters during the backward pass, soon after their gradients are there, and free these.
 
-Peak memory then holds a few gradients instead of all. The steps are the optimizer's own, bit for bit. What needs all
-gradients at once cannot work: gradient accumulation, clipping by the global norm, GradScaler, and wrappers that keep
-gradients in buffers (DistributedDataParallel, FSDP1).
+A call of the optimizer costs the host about as much time as a GPU takes to step 50 million elements, so gradients wait
+until there are ``gradient_bytes_to_hold`` of them, which one call then steps; the rest are stepped as the backward pass
+ends. Peak memory holds these and the gradient being computed (with FSDP2, whose gradients are views of one buffer a
+layer, that buffer) instead of all. The steps are the optimizer's own, bit for bit.
+
+What needs all gradients at once cannot work: gradient accumulation, clipping by the global norm, GradScaler, and
+wrappers that keep gradients in buffers (DistributedDataParallel, FSDP1).
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +20,23 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from hf_flashoptim.optimizer import FlashOptimizer
+from hf_flashoptim.sharding import local_part
 
 CLIP_MODES = ("parameter", "previous_step")
+# A GPU steps this many bytes of bf16 gradients in the time that one call takes of the host.
+ENOUGH_BYTES = 1 << 26
+# Of small models, wait for this share of all gradients: that is 16 calls a backward pass, and still released memory.
+SMALL_MODEL_SHARE = 1 / 16
+
+
+def gradient_bytes_to_hold(params: Iterable[Tensor]) -> int:
+    """How many bytes of gradients wait at most: 64 MiB or a sixteenth of the gradients of all these parameters.
+
+    Args:
+        params: parameters; of sharded ones, this rank's parts count.
+    """
+    total = sum(local_part(p).nbytes for p in params)
+    return min(ENOUGH_BYTES, int(total * SMALL_MODEL_SHARE))
 
 
 class Clipping:
@@ -62,12 +82,68 @@ class Clipping:
         return torch.where(norm.isfinite(), (self._max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
-class GradientReleaseHandle:
-    """Holds the hooks of ``enable_gradient_release``."""
+class Bucket:
+    """Parameters that wait to be stepped together: those of one backward pass whose gradients are on one stream.
 
-    def __init__(self, optimizer: FlashOptimizer, clipping: Clipping | None) -> None:
+    Args:
+        stream: of CUDA, or None.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._params: dict[int, list[Tensor]] = {}  # by the index of their group
+        self._grads: dict[int, Tensor] = {}  # by their parameter's id
+        self.nbytes = 0
+
+    def add(self, p: Tensor, group_index: int) -> None:
+        """Let a parameter wait."""
+        self._params.setdefault(group_index, []).append(p)
+        self._grads[id(p)] = p.grad
+        self.nbytes += local_part(p).nbytes
+
+    def holds_gradient_of(self, p: Tensor) -> bool:
+        """Whether the gradient that a parameter has is one that waits here."""
+        return self._grads.get(id(p)) is p.grad
+
+    def step(self, optimizer: FlashOptimizer) -> None:
+        """Step the parameters and free their gradients; those of a group that the optimizer refuses go on waiting."""
+        if self._stream is None or self._stream == torch.cuda.current_stream(self._stream.device):
+            self._step(optimizer)
+            return
+        # At the end of a backward pass (FSDP2 reduces gradients on a stream of its own).
+        with torch.cuda.stream(self._stream):
+            self._step(optimizer)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _step(self, optimizer: FlashOptimizer) -> None:
+        for group_index in list(self._params):
+            # Looked up now: load_state_dict and schedulers replace groups and what is in them.
+            optimizer.step_params(self._params[group_index], optimizer.param_groups[group_index])
+            for p in self._params.pop(group_index):
+                p.grad = None
+        self._grads.clear()
+        self.nbytes = 0
+
+    def free(self) -> None:
+        """Free the gradients."""
+        for params in self._params.values():
+            for p in params:
+                p.grad = None
+
+
+class GradientReleaseHandle:
+    """Holds the hooks of ``enable_gradient_release``, and the parameters that wait for their step.
+
+    A backward pass that raises leaves the gradients that waited where they are, in ``p.grad``: ``optimizer.step()``
+    steps and frees them, ``zero_grad()`` drops them.
+    """
+
+    def __init__(self, optimizer: FlashOptimizer, clipping: Clipping | None, bytes_to_hold: int) -> None:
         self._optimizer = optimizer
         self._clipping = clipping
+        self._bytes_to_hold = bytes_to_hold
+        # By backward pass, device and stream: each is filled by one thread, for the engine has one for every device.
+        self._buckets: dict[tuple[object, ...], Bucket] = {}
         self._released: set[int] = set()
         self._user_steps = False
         self._hooks: list[RemovableHandle] = [optimizer.register_step_post_hook(self._on_step)]
@@ -87,26 +163,52 @@ class GradientReleaseHandle:
     def _on_step(self, *_: object) -> None:
         self._user_steps = True
         self._released.clear()
+        # What a backward pass that raised has left is stepped by now.
+        for bucket in self._buckets.values():
+            bucket.free()
+        self._buckets.clear()
         if self._clipping is not None:
             self._clipping.finish_step()
 
     def _release(self, p: Tensor, group_index: int, pre_step: Callable[[Tensor, dict[str, Any]], bool] | None) -> None:
         if p.grad is None:
             return
-        if self._user_steps and id(p) in self._released:
+        waits = any(bucket.holds_gradient_of(p) for bucket in list(self._buckets.values()))
+        if waits or (self._user_steps and id(p) in self._released):
             raise RuntimeError(
                 f"A parameter of shape {tuple(p.shape)} got a second gradient before optimizer.step(). Gradient "
                 "release steps at every gradient, so it cannot accumulate: use one backward pass a step, and "
                 "gradient checkpointing with use_reentrant=False."
             )
         self._released.add(id(p))
-        # Looked up now: load_state_dict and schedulers replace groups and what is in them.
-        group = self._optimizer.param_groups[group_index]
-        if pre_step is None or pre_step(p, group):
-            if self._clipping is not None:
-                self._clipping.clip_(p.grad)
-            self._optimizer.step_param(p, group)
-        p.grad = None
+        if pre_step is not None and not pre_step(p, self._optimizer.param_groups[group_index]):
+            p.grad = None
+            return
+        if self._clipping is not None:
+            self._clipping.clip_(p.grad)
+        # Outside of any backward pass there is nothing to wait for, and compiled ones take no callbacks.
+        backward_pass = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        if backward_pass < 0:
+            self._optimizer.step_param(p, self._optimizer.param_groups[group_index])
+            p.grad = None
+            return
+        bucket = self._bucket(backward_pass, p.device)
+        bucket.add(p, group_index)
+        if bucket.nbytes >= self._bytes_to_hold:
+            bucket.step(self._optimizer)
+
+    def _bucket(self, backward_pass: int, device: torch.device) -> Bucket:
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        key = (backward_pass, device, stream)
+        if key not in self._buckets:
+            self._buckets[key] = Bucket(stream)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, key))
+        return self._buckets[key]
+
+    def _finish(self, key: tuple[object, ...]) -> None:
+        if key in self._buckets:
+            self._buckets[key].step(self._optimizer)
+            del self._buckets[key]
 
 
 def enable_gradient_release(
@@ -120,14 +222,15 @@ def enable_gradient_release(
 ) -> GradientReleaseHandle:
     """Step every parameter of the model during the backward pass and free its gradient.
 
-    Go on calling ``optimizer.step()`` and ``optimizer.zero_grad()``: they find nothing left to do for these parameters
-    (others of the optimizer are stepped as ever) and mark where a step ends.
+    When ``backward()`` returns, all are stepped and no gradient is left. Go on calling ``optimizer.step()`` and
+    ``optimizer.zero_grad()``: they find nothing left to do for these parameters (others of the optimizer are stepped as
+    ever) and mark where a step ends.
 
     Args:
         model: its trainable parameters that belong to the optimizer are released. FSDP2 (``fully_shard``) works.
         optimizer: a FlashOptimizer, or a wrapper that has it as ``.optimizer`` (accelerate).
         grad_scaler: must be None.
-        pre_step: called with parameter and group before each step; False drops this gradient.
+        pre_step: called with parameter and group when a gradient is there; False drops this gradient.
         max_grad_norm: clip gradients to this norm, in one of the ways that need no global norm.
         clip: ``"parameter"`` or ``"previous_step"``, see ``Clipping``.
 
@@ -144,12 +247,12 @@ def enable_gradient_release(
         optimizer = optimizer.optimizer
     _refuse(model, optimizer, grad_scaler)
     clipping = None if max_grad_norm is None else Clipping(max_grad_norm, clip)
-    handle = GradientReleaseHandle(optimizer, clipping)
-    reference = weakref.ref(handle)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    for p in model.parameters():
-        if p.requires_grad and id(p) in group_of:
-            handle._hooks.append(p.register_post_accumulate_grad_hook(_hook(reference, group_of[id(p)], pre_step)))
+    params = [p for p in model.parameters() if p.requires_grad and id(p) in group_of]
+    handle = GradientReleaseHandle(optimizer, clipping, gradient_bytes_to_hold(params))
+    reference = weakref.ref(handle)
+    for p in params:
+        handle._hooks.append(p.register_post_accumulate_grad_hook(_hook(reference, group_of[id(p)], pre_step)))
     optimizer.gradient_release = handle
     return handle
 

@@ -218,13 +218,23 @@ class FlashOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_param(self, p: Tensor, group: dict[str, Any] | None = None) -> None:
-        """Step one parameter, if it has a gradient (what gradient release calls).
+        """Step one parameter, if it has a gradient.
 
         Args:
             p: a parameter of this optimizer.
             group: its group; looked up if None.
         """
         self._step_params([p], self.group_of(p) if group is None else group)
+
+    @torch.no_grad()
+    def step_params(self, params: Iterable[Tensor], group: dict[str, Any]) -> None:
+        """Step those of these parameters that have a gradient (what gradient release calls).
+
+        Args:
+            params: parameters of one group of this optimizer.
+            group: this group.
+        """
+        self._step_params(params, group)
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
         """The group that a parameter is in.
