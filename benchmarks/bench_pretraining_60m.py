@@ -2,11 +2,13 @@
 
     python benchmarks/bench_pretraining_60m.py --corpus corpus.jsonl.xz --prepare tokens.pt
     python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 flash_adamw=1e-3 poetx=4e-3
+    python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 poetx=4e-3 --compile
     python benchmarks/bench_pretraining_60m.py --plot
 
 The corpus is JSON lines, `{"source": ..., "text": ...}`; documents are shuffled, and held out by source. AdamW trains
 fp32 weights under bf16 autocast, as is usual; FlashAdamW bf16 weights with 24-bit masters; POET-X (fast, block 256, a
-merge every 100 steps) bf16 weights with FlashAdamW on everything that it trains.
+merge every 100 steps) bf16 weights with FlashAdamW on everything that it trains, from rows of W normalized or, as
+`poetx_keep`, left as they are. With --compile, TrainingArguments(torch_compile=True).
 Runs are added to those that the output folder holds.
 """
 
@@ -32,6 +34,7 @@ from hf_poetx import PoetXConfig, get_poetx_model
 VOCABULARY, SEQUENCE, BATCH = 32000, 512, 64
 TRAINING_TOKENS, HELD_OUT_TOKENS = 16 << 20, 1 << 16
 MERGE_INTERVAL = 100
+POETX_INIT = {"poetx": "normalize", "poetx_keep": "keep"}
 
 
 def prepare(corpus: Path, target: Path) -> None:
@@ -122,12 +125,13 @@ def held_out_losses(model: nn.Module, splits: dict[str, Tensor]) -> dict[str, fl
     return losses
 
 
-def run(method: str, rate: float, tokens: dict) -> dict:
+def run(method: str, rate: float, compiled: bool, tokens: dict) -> dict:
     """Train one model; returns its record."""
+    own = {"method": method, "learning_rate": rate, "compiled": compiled}
     model = llama(torch.float32 if method == "adamw" else torch.bfloat16)
-    if method == "poetx":
+    if method in POETX_INIT:
         settings = {"block": 256, "memory_mode": "fast", "merge_interval": MERGE_INTERVAL}
-        model = get_poetx_model(model, PoetXConfig(init="normalize", train_rest=True, **settings))
+        model = get_poetx_model(model, PoetXConfig(init=POETX_INIT[method], train_rest=True, **settings))
     recorder = Recorder()
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -142,6 +146,7 @@ def run(method: str, rate: float, tokens: dict) -> dict:
             per_device_train_batch_size=BATCH,
             num_train_epochs=1,
             bf16=method == "adamw",
+            torch_compile=compiled,
             logging_steps=10,
             save_strategy="no",
             report_to="none",
@@ -151,11 +156,9 @@ def run(method: str, rate: float, tokens: dict) -> dict:
         try:
             trainer.train()
         except ValueError as error:  # POET-X refuses to merge what is not finite
-            return {"method": method, "learning_rate": rate, "diverged": str(error), "losses": recorder.losses}
+            return own | {"diverged": str(error), "losses": recorder.losses}
     losses = held_out_losses(model, tokens["held_out"])
-    return {
-        "method": method,
-        "learning_rate": rate,
+    return own | {
         "steps": recorder.steps + 20,
         "tokens": tokens["train"].numel(),
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -165,7 +168,7 @@ def run(method: str, rate: float, tokens: dict) -> dict:
         "tokens_per_second": round(recorder.steps * BATCH * SEQUENCE / recorder.seconds),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
         "losses": recorder.losses,
-        "merges": list(range(MERGE_INTERVAL, recorder.steps + 21, MERGE_INTERVAL)) if method == "poetx" else [],
+        "merges": list(range(MERGE_INTERVAL, recorder.steps + 21, MERGE_INTERVAL)) if method in POETX_INIT else [],
     }
 
 
@@ -179,7 +182,7 @@ def plot(folder: Path) -> None:
     records = json.loads((folder / "pretraining_60m.json").read_text())["results"]
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for method in dict.fromkeys(record["method"] for record in records):
-        finished = [r for r in records if r["method"] == method and "held_out_loss" in r]
+        finished = [r for r in records if r["method"] == method and "held_out_loss" in r and not r["compiled"]]
         best = min(finished, key=lambda r: r["held_out_loss"])
         steps, losses = zip(*best["losses"], strict=True)
         label = f"{method}, rate {best['learning_rate']:g}: {best['held_out_loss']:.3f} held out"
@@ -198,6 +201,7 @@ def main() -> None:
     parser.add_argument("--prepare", type=Path, help="write the corpus' tokens here, and stop")
     parser.add_argument("--tokens", type=Path, help="what --prepare wrote")
     parser.add_argument("--runs", nargs="+", default=["adamw=1e-3", "flash_adamw=1e-3", "poetx=4e-3"])
+    parser.add_argument("--compile", action="store_true", help="TrainingArguments(torch_compile=True)")
     parser.add_argument("--output", type=Path, default=harness.RESULTS)
     parser.add_argument("--plot", action="store_true", help="draw what results/ holds, and stop")
     arguments = parser.parse_args()
@@ -209,8 +213,9 @@ def main() -> None:
         tokens, path = torch.load(arguments.tokens), arguments.output / "pretraining_60m.json"
         records = json.loads(path.read_text())["results"] if path.exists() else []
         for method, _, rate in (name.partition("=") for name in arguments.runs):
-            records = [r for r in records if (r["method"], r["learning_rate"]) != (method, float(rate))]
-            records.append(run(method, float(rate), tokens) | {"commit": harness.environment()["commit"]})
+            own = (method, float(rate), arguments.compile)
+            records = [r for r in records if (r["method"], r["learning_rate"], r["compiled"]) != own]
+            records.append(run(*own, tokens) | {"commit": harness.environment()["commit"]})
             shown = {k: v for k, v in records[-1].items() if k not in ("losses", "held_out_losses")}
             print(shown, flush=True)
             harness.write("pretraining_60m", records, arguments.output)
