@@ -35,12 +35,6 @@ def _load_upper(entries, rows, columns, block):
 
 
 @triton.jit
-def _load_skew(entries, rows, columns, block):
-    """The tile of Q at the given rows and columns."""
-    return _load_upper(entries, rows, columns, block) - _load_upper(entries, columns, rows, block)
-
-
-@triton.jit
 def _load(matrix, rows, columns, block):
     """A tile of a block, 0 outside."""
     return tl.load(matrix + rows * block + columns, mask=(rows < block) & (columns < block), other=0.0)
@@ -106,11 +100,21 @@ def _columns_gradient_kernel(
 
 @triton.jit
 def _unpack_kernel(first_entries, second_entries, skew, num_first, block, TILE: tl.constexpr):
+    """A tile on or above the diagonal of Q, and its mirror image below, which would take scattered loads."""
     index = tl.program_id(0)
+    if tl.program_id(1) > tl.program_id(2):
+        return
     entries = _select(first_entries, second_entries, num_first, index, block * (block - 1) // 2)
-    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
-    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)[None, :]
-    _store(skew + index.to(tl.int64) * block * block, rows, columns, _load_skew(entries, rows, columns, block), block)
+    skew += index.to(tl.int64) * block * block
+    rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    tile = _load_upper(entries, rows[:, None], columns[None, :], block)
+    mirrored = -tl.trans(tile)
+    if tl.program_id(1) == tl.program_id(2):
+        _store(skew, rows[:, None], columns[None, :], tile + mirrored, block)
+    else:
+        _store(skew, rows[:, None], columns[None, :], tile, block)
+        _store(skew, columns[:, None], rows[None, :], mirrored, block)
 
 
 @triton.jit
@@ -245,12 +249,14 @@ class Transform:
             num_warps = max(1, min(8, size * tile // 1024))
             self._transform = Plan(_transform_kernel, grid, (block,), constants, num_warps)
             self._columns = Plan(_columns_gradient_kernel, grid, (block,), constants, num_warps)
-        tile = min(size, 128 if hopper and dtype.itemsize == 2 else 64)
-        grid = (total, ceil_divide(block, tile), ceil_divide(block, tile))
-        constants = (precision, tile, min(tile, 32))
-        options = {"num_warps": max(1, min(8, tile * tile // 1024)), "num_stages": 3 if hopper else 2}
-        self._packed = Plan(_packed_gradient_kernel, grid, (num_first, block), constants, **options)
+        constants, num_stages = (precision, tile, min(tile, 32)), 3 if hopper else 2
+        num_warps = max(1, min(4, tile * tile // 1024))
+        self._packed = Plan(_packed_gradient_kernel, squares, (num_first, block), constants, num_warps, num_stages)
         if not self._resident:
+            tile = min(size, 128 if hopper and dtype.itemsize == 2 else 64)
+            grid = (total, ceil_divide(block, tile), ceil_divide(block, tile))
+            constants = (precision, tile, min(tile, 32))
+            options = {"num_warps": max(1, min(8, tile * tile // 1024)), "num_stages": num_stages}
             self._parts = Plan(_parts_kernel, squares, (block,), squares_tile, num_warps=4)
             self._step = Plan(_step_kernel, grid, (block,), (False, *constants), **options)
             self._last_step = Plan(_step_kernel, grid, (block,), (True, *constants), **options)
