@@ -6,7 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -61,12 +61,13 @@ def graph(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def environment() -> dict:
-    """What a figure depends on: GPU, driver, versions, commit, command and date."""
+    """What a figure depends on: GPU (None without one), driver, versions, commit, command and date."""
+    gpu = torch.cuda.is_available()
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     commit = os.environ.get("BENCHMARK_COMMIT") or _output(["git", "rev-parse", "HEAD"])
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": _output(query).splitlines()[0],
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "driver": _output(query).splitlines()[0] if gpu else None,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "commit": commit,
@@ -81,6 +82,43 @@ def write(name: str, results: object, folder: Path | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     content = {"environment": environment(), "results": results}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def earlier_rows(name: str, folder: Path | None = None) -> list[dict]:
+    """Rows that `benchmarks/results/NAME.json`, or the file below the folder given, has from other runs.
+
+    Raises:
+        ValueError: if it was written on another GPU or with other versions, which cannot share a file.
+    """
+    path = (folder or RESULTS) / f"{name}.json"
+    if not path.exists():
+        return []
+    content = json.loads(path.read_text())
+    here = environment()
+    different = {key: content["environment"][key] for key in ("gpu", "torch", "triton")}
+    different = {key: value for key, value in different.items() if value != here[key]}
+    if different:
+        raise ValueError(f"{path} is from {different}, unlike this run; move it away, or give another --output")
+    run = {key: content["environment"][key] for key in ("commit", "command", "date")}
+    return [{**row, "run": row.get("run", run)} for row in content["results"]]
+
+
+def write_rows(
+    name: str, rows: list[dict], earlier: list[dict], key: Sequence[str], folder: Path | None = None
+) -> None:
+    """Write rows of this run, and those of earlier runs that none of them replaces; each says what run it is from.
+
+    Args:
+        name: of the file.
+        rows: of this run; each counts under the values of `key`, and several may share them.
+        earlier: from `earlier_rows`.
+        key: fields that say what a row measured; one that a row lacks is False.
+        folder: where the file goes.
+    """
+    run = {key: value for key, value in environment().items() if key in ("commit", "command", "date")}
+    measured = {tuple(row.get(field, False) for field in key) for row in rows}
+    kept = [row for row in earlier if tuple(row.get(field, False) for field in key) not in measured]
+    write(name, [*kept, *({**row, "run": run} for row in rows)], folder)
 
 
 def _time(call: Callable[[], object], repeats: int) -> float:

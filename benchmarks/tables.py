@@ -110,26 +110,73 @@ def layer() -> str:
     return table(header, rows)
 
 
+MODEL_METHODS = {
+    "adamw_bf16": "AdamW, bf16 without master",
+    "flash_adamw": "FlashAdamW",
+    "lora_r64": "PEFT LoRA r64, AdamW",
+    "lora_r64_bf16": "PEFT LoRA r64 with bf16 adapters, AdamW",
+    "poetx_fast": "POET-X fast, FlashAdamW, embeddings and head trained",
+    "poetx_mem": "POET-X mem, the same",
+    "poetx_fast_release": "POET-X fast, the same, gradient release",
+    "poetx_mem_release": "POET-X mem, the same, gradient release",
+    "poetx_fast_frozen_rest": "POET-X fast, embeddings and head frozen",
+    "poetx_mem_frozen_rest": "POET-X mem, embeddings and head frozen",
+}
+
+
 def model() -> str:
-    labels = {
-        "adamw_bf16": "AdamW, bf16 without master",
-        "flash_adamw": "FlashAdamW",
-        "lora_r64": "PEFT LoRA r64, AdamW",
-        "poetx_fast": "POET-X fast, FlashAdamW, embeddings and head trained",
-        "poetx_mem": "POET-X mem, the same",
-        "poetx_fast_frozen_rest": "POET-X fast, embeddings and head frozen",
-        "poetx_mem_frozen_rest": "POET-X mem, embeddings and head frozen",
-    }
     measured = {
         (row["model"], row["method"]): (f"{row['milliseconds']:.0f}", f"{row['peak_gib']:.1f}")
         for row in load("model")["results"]
         if row["backward_threads"] == 1
+        and not row.get("compiled")
+        and (row["batch"], row["sequence"]) == (1, 1024)
+        and "milliseconds" in row
     }
     rows = (
         (label, *measured.get(("8B", name), ("-", "-")), *measured.get(("13B", name), ("-", "-")))
-        for name, label in labels.items()
+        for name, label in MODEL_METHODS.items()
+        if any((size, name) in measured for size in ("8B", "13B"))
     )
     return table(("batch 1, 1024 tokens", "8B, ms a step", "peak GiB", "13B, ms a step", "peak GiB"), rows)
+
+
+def model_compiled() -> str:
+    """Of the 8B model; the eager baseline stands in the table above."""
+    rows = (row for row in load("model")["results"] if row.get("compiled") and row["model"] == "8B")
+    header = ("`torch.compile` of Llama-8B", "mode", "ms a step", "against compiled AdamW", "against eager AdamW")
+    return table(
+        (*header, "peak GiB reserved", "seconds until the first step"),
+        (
+            (
+                MODEL_METHODS[row["method"]],
+                row["compiled"],
+                f"{row['milliseconds']:.0f}",
+                f"{row['ratio']:.2f}x",
+                f"{row['ratio_to_eager']:.2f}x",
+                f"{row['peak_reserved_gib']:.1f}",
+                f"{row['first_step_seconds']:.0f}",
+            )
+            for row in rows
+        ),
+    )
+
+
+def memory() -> str:
+    peaks = {
+        (row["method"], row["model"], row["sequence"]): f"{row['peak_gib']:.1f}"
+        for row in load("memory")["results"]
+        if "peak_gib" in row
+    }
+    columns = list(dict.fromkeys((size, tokens) for _, size, tokens in peaks))
+    return table(
+        ("peak GiB, batch 1", *(f"{size}, {tokens} tokens" for size, tokens in columns)),
+        (
+            (label, *(peaks.get((name, *column), "-") for column in columns))
+            for name, label in MODEL_METHODS.items()
+            if any(name == method for method, _, _ in peaks)
+        ),
+    )
 
 
 def pretraining_60m() -> str:
@@ -226,8 +273,8 @@ def methods() -> str:
 
 
 FUNCTIONS = (
-    demo, optimizer_step, full_finetune, layer, model, pretraining_60m, methods, block, interval, init, learning_rate,
-    permutation_group,
+    demo, optimizer_step, full_finetune, layer, model, model_compiled, memory, pretraining_60m, methods, block, interval,
+    init, learning_rate, permutation_group,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in FUNCTIONS}
 
