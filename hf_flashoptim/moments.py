@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,12 +36,12 @@ class Moment:
     dequantize: Callable[[Tensor, Tensor], Tensor]
     decode_rows: Callable[[Tensor, Tensor], Tensor]
 
-    @property
+    @cached_property
     def codes_key(self) -> str:
         """Name of the 8-bit codes."""
         return f"{self.name}_codes"
 
-    @property
+    @cached_property
     def scale_key(self) -> str:
         """Name of the bf16 scales."""
         return f"{self.name}_scale"

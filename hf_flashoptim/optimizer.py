@@ -1,13 +1,13 @@
 """FlashOptimizer: what all compressed optimizers share: parameter groups, state, batching, and the step."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hf_flashoptim import checkpoint, master_weights
 from hf_flashoptim.moments import Moment
@@ -44,7 +44,7 @@ class Batch:
 
     def tensors(self, key: str) -> list[Tensor]:
         """One state tensor of every parameter; an empty list where this kind of state is not kept."""
-        return [local_part(state[key]) for state in self.states if key in state]
+        return [state[key] for state in self.states] if key in self.states[0] else []
 
     def moment(self, moment: Moment) -> tuple[list[Tensor], list[Tensor]]:
         """Values and scales of a moment: codes with scales, or fp32 moments and an empty list."""
@@ -248,27 +248,35 @@ class FlashOptimizer(torch.optim.Optimizer):
         raise ValueError(f"A parameter of shape {tuple(p.shape)} does not belong to this optimizer.")
 
     def _step_params(self, params: Iterable[Tensor], group: dict[str, Any]) -> None:
-        batches: dict[tuple[Any, ...], Batch] = defaultdict(Batch)
+        batches: dict[tuple[Any, ...], Batch] = {}
         write_back = []
         for p in params:
-            if p.grad is None:
+            grad = p.grad
+            if grad is None:
                 continue
-            self._check_gradient(p)
+            self._check_gradient(p, grad)
             state = self.ensure_state(p, group)
             if self._check_numerics:
                 self._check_learning_rate(p, group)
-            whole = local_part(p.detach())
-            local = whole.contiguous()
-            if local is not whole:
+            whole = p.detach()
+            if isinstance(p, DTensor):
+                whole, grad = local_part(whole), local_part(grad)
+                state = {name: local_part(tensor) for name, tensor in state.items()}
+            local = whole
+            if not whole.is_contiguous():
+                local = whole.contiguous()
                 write_back.append((whole, local))
             errors = state.get("error_bits")
-            key = (local.device, local.dtype, errors is not None and errors.dtype, *sorted(state))
-            batches[key].params.append(local)
-            batches[key].grads.append(local_part(p.grad).contiguous())
-            batches[key].states.append(state)
+            key = (local.device, local.dtype, None if errors is None else errors.dtype, tuple(state))
+            batch = batches.get(key)
+            if batch is None:
+                batch = batches[key] = Batch()
+            batch.params.append(local)
+            batch.grads.append(grad.contiguous())
+            batch.states.append(state)
         if batches:
             lr = group["lr"]
-            lr = lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64)
+            lr = lr if isinstance(lr, Tensor) else torch.scalar_tensor(lr, dtype=torch.float64)
             for batch in batches.values():
                 self.step_batch(batch, group, lr)
         for whole, local in write_back:
@@ -277,7 +285,10 @@ class FlashOptimizer(torch.optim.Optimizer):
     def ensure_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """State of a parameter, made where it is missing: at its first step, or when its group turns momentum on."""
         state = self.state.get(p, {})
-        if not state or not all(m.codes_key in state or m.name in state for m in self.moments(group)):
+        complete = bool(state)
+        for moment in self.moments(group):
+            complete = complete and (moment.codes_key in state or moment.name in state)
+        if not complete:
             check_not_flattened(p)  # wrapped after this optimizer was made
             self._check_not_replaced()
             state = {**self.initial_state(p, group), **state}
@@ -293,9 +304,9 @@ class FlashOptimizer(torch.optim.Optimizer):
             )
 
     @staticmethod
-    def _check_gradient(p: Tensor) -> None:
-        if p.grad.layout != torch.strided or p.grad.is_complex():
-            kind = "complex" if p.grad.is_complex() else "sparse"
+    def _check_gradient(p: Tensor, grad: Tensor) -> None:
+        if grad.layout != torch.strided or grad.is_complex():
+            kind = "complex" if grad.is_complex() else "sparse"
             raise ValueError(
                 f"The gradient of a parameter of shape {tuple(p.shape)} is {kind}; compressed optimizers take dense, "
                 "real gradients. Make it dense (for embeddings, sparse=False)."

@@ -1,15 +1,15 @@
 """Launching kernels with little work on the host: gradient release launches them once for every parameter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 
-# How to start compiled kernels, by everything that Triton compiles for and the number of programs. Arguments are
-# annotated in the kernels, so that it is only code, constants, the number of values and the device, never an
-# argument's value.
-_starts: dict[tuple, Callable[..., None]] = {}
+# Compiled kernels, by everything that Triton compiles for. Arguments are annotated in the kernels, so that it is only
+# code, constants, the number of values and the device, never an argument's value.
+_compiled: dict[tuple, CompiledKernel] = {}
 TRITON_DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -32,20 +32,23 @@ def launch(
     """Run ``kernel(*arguments, *constants)`` on a GPU, or on the CPU under Triton's interpreter.
 
     Among the constants are PyTorch's dtypes, which the kernel gets as Triton's: those take a microsecond to hash.
-    After the first call with given constants the compiled kernel is started directly: Triton's own dispatch would
-    inspect every argument again. Fused multiply-adds are written out in the kernels and never made by the compiler,
-    because the results have to match the CPU's.
+    The last argument may be a tuple of values. After the first call with given constants the compiled kernel is started
+    directly: Triton's own dispatch would inspect every argument again. Fused multiply-adds are written out in the
+    kernels and never made by the compiler, because the results have to match the CPU's.
     """
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, programs, arguments, constants, device, num_warps, max_registers)
-    key = (id(kernel), programs, device.index, constants, *[len(a) for a in arguments if isinstance(a, tuple)])
-    if start := _starts.get(key):
-        start(*arguments, *constants, stream=triton.runtime.driver.active.get_current_stream(device.index))
+    values = len(arguments[-1]) if isinstance(arguments[-1], tuple) else 0
+    key = (id(kernel), device.index, values, constants)
+    grid = (programs, 1, 1)
+    if compiled := _compiled.get(key):
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        compiled[grid](*arguments, *constants, stream=stream)
         return None
     options = {"num_warps": num_warps, "enable_fp_fusion": False, "maxnreg": max_registers}
     translated = [TRITON_DTYPES.get(c, c) if isinstance(c, torch.dtype) else c for c in constants]
-    compiled = kernel[programs, 1, 1](*arguments, *translated, **options)
+    compiled = kernel[grid](*arguments, *translated, **options)
     if compiled is not None:  # the interpreter returns nothing
-        _starts[key] = compiled[programs, 1, 1]
+        _compiled[key] = compiled
     return None

@@ -8,7 +8,6 @@ Elements are worked on in tiles of consecutive groups of 32, one tile a program;
 every tensor, and a program finds its tensor by bisection.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import accumulate, chain
@@ -27,7 +26,6 @@ GROUP_SIZE = tl.constexpr(32)
 START, GROUPS, PARAM, GRAD, FIRST, STEP, ERRORS, FIRST_SCALE, SECOND, SECOND_SCALE, ROW_GROUPS, COLS = (
     tl.constexpr(column) for column in range(12)
 )
-_FIRST_ADDRESS = PARAM.value
 # Up to twice as many fp32 coefficients.
 COEFFICIENT_COLUMNS = 3
 # A warp works on a tile of 16 elements a thread, and on several tiles in turn, which share the search for their tensor.
@@ -50,14 +48,6 @@ class Tensors(NamedTuple):
     first_scales: Sequence[Tensor] = ()
     second_moments: Sequence[Tensor] = ()
     second_scales: Sequence[Tensor] = ()
-
-
-class Part(NamedTuple):
-    """What the tensors of one launch have in common."""
-
-    grad_dtype: torch.dtype
-    # Rows consist of whole groups, and every tensor starts at a multiple of 16 bytes.
-    regular: bool
 
 
 class Preparation(NamedTuple):
@@ -96,30 +86,26 @@ def run_step(kinds: Tensors, lr: Tensor, preparation: Preparation, step: Step) -
     device = kinds.params[0].device
     learning_rate = (float(lr), 0) if lr.is_cpu else (0.0, lr.data_ptr())
     lr_dtype = None if lr.is_cpu else lr.dtype
-    addresses = {
-        column: [tensor.data_ptr() for tensor in tensors]
-        for column, tensors in enumerate(kinds, _FIRST_ADDRESS)
-        if tensors
-    }
-    for part, members in _parts(kinds, addresses).items():
-        columns, programs = _columns(members, addresses, part.regular)
+    addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in kinds]
+    groups = [scale.numel() for scale in kinds.first_scales] or [-(-p.numel() // 32) for p in kinds.params]
+    for (grad_dtype, regular), members in _parts(kinds, addresses, groups).items():
+        values, programs = _entries(kinds, addresses, groups, members, regular)
         tensors = len(members)
-        table = torch.empty((len(columns) + COEFFICIENT_COLUMNS) * tensors + 256, dtype=torch.int64, device=device)
-        arguments = (table, tensors, len(columns) * tensors)
-        values = list(chain.from_iterable(columns))
+        table = torch.empty(len(values) + COEFFICIENT_COLUMNS * tensors + 256, dtype=torch.int64, device=device)
+        arguments = (table, tensors, len(values))
         for first, count in _batches(len(values)):
-            batch = tuple(values[first : first + count])
-            batch += (_WIDE,) * (count - len(batch))
+            batch = values[first : first + count]
+            batch += [_WIDE] * (count - len(batch))
             launch(
                 preparation.kernel,
                 1,
-                (*arguments, first, *learning_rate, *preparation.arguments, batch),
+                (*arguments, first, *learning_rate, *preparation.arguments, tuple(batch)),
                 (*preparation.constants, lr_dtype, first + count >= len(values)),
                 device,
                 num_warps=4,
             )
         if programs:
-            constants = (*step.constants, part.grad_dtype, part.regular, TILES, TILE_GROUPS)
+            constants = (*step.constants, grad_dtype, regular, TILES, TILE_GROUPS)
             step_arguments = (*arguments, *step.arguments)
             launch(step.kernel, programs, step_arguments, constants, device, max_registers=step.max_registers)
 
@@ -133,38 +119,40 @@ def _batches(total: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def _parts(kinds: Tensors, addresses: dict[int, list[int]]) -> dict[Part, list[tuple[int, int, int, int]]]:
-    """Indices of tensors with their sizes (groups, groups in a row, columns), by what they have in common."""
-    scales = kinds.first_scales
-    misaligned = [0] * len(kinds.params)
-    if reduce(or_, chain.from_iterable(addresses.values())) & 15:
-        misaligned = [reduce(or_, entries) & 15 for entries in zip(*addresses.values(), strict=True)]
-    parts = defaultdict(list)
+def _parts(kinds: Tensors, addresses: list[list[int]], groups: list[int]) -> dict[tuple[torch.dtype, bool], list[int]]:
+    """Indices of the tensors that one launch takes, by what these have in common.
+
+    That is the gradients' dtype, and whether they are regular: rows consist of whole groups, and every tensor starts at
+    a multiple of 16 bytes.
+    """
+    aligned = not reduce(or_, chain.from_iterable(addresses)) & 15
+    parts: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, (param, grad) in enumerate(zip(kinds.params, kinds.grads, strict=True)):
-        numel = cols = param.numel()
-        row_groups = groups = -(-numel // 32)
-        if scales:
-            groups, row_groups = scales[index].numel(), scales[index].shape[-1]
-            cols = numel * row_groups // max(groups, 1)
-        regular = groups * 32 == numel and not misaligned[index]
-        parts[Part(grad.dtype, regular)].append((index, groups, row_groups, cols))
+        regular = groups[index] * 32 == param.numel()
+        if not aligned:
+            regular = regular and not any(column[index] & 15 for column in addresses if column)
+        parts.setdefault((grad.dtype, regular), []).append(index)
     return parts
 
 
-def _columns(
-    members: list[tuple[int, int, int, int]], addresses: dict[int, list[int]], regular: bool
-) -> tuple[list[list[int]], int]:
-    """The table's columns, and the number of programs."""
-    indices, groups, row_groups, cols = zip(*members, strict=True)
-    ends = list(accumulate(-(-g // (TILE_GROUPS * TILES)) for g in groups))
-    columns = [[end | _WIDE for end in (0, *ends[:-1])], [g | _WIDE for g in groups]]
-    for column in range(_FIRST_ADDRESS, max(addresses) + 1 if regular else COLS.value + 1):
-        known = addresses.get(column)
+def _entries(
+    kinds: Tensors, addresses: list[list[int]], groups: list[int], members: list[int], regular: bool
+) -> tuple[list[int], int]:
+    """The table's entries, column by column, and the number of programs."""
+    ends = list(accumulate([-(-groups[i] // (TILE_GROUPS * TILES)) for i in members]))
+    entries = [_WIDE, *[end | _WIDE for end in ends[:-1]]]
+    entries += [groups[i] | _WIDE for i in members]
+    used = max(column for column, known in enumerate(addresses, 1) if known)
+    for known in addresses[:used] if regular else addresses:
         # An empty tensor has the address 0.
-        columns.append([known[i] or _WIDE for i in indices] if known else [_WIDE] * len(members))
+        entries += [known[i] or _WIDE for i in members] if known else [_WIDE] * len(members)
     if not regular:
-        columns[ROW_GROUPS.value :] = [[g | _WIDE for g in row_groups], [c | _WIDE for c in cols]]
-    return columns, ends[-1]
+        scales = kinds.first_scales
+        row_groups = [scales[i].shape[-1] if scales else groups[i] for i in members]
+        entries += [count | _WIDE for count in row_groups]
+        for i, count in zip(members, row_groups, strict=True):
+            entries.append(kinds.params[i].numel() * count // max(groups[i], 1) | _WIDE)
+    return entries, ends[-1]
 
 
 @triton.jit
