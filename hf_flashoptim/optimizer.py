@@ -285,16 +285,19 @@ class FlashOptimizer(torch.optim.Optimizer):
     def ensure_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """State of a parameter, made where it is missing: at its first step, or when its group turns momentum on."""
         state = self.state.get(p, {})
-        complete = bool(state)
-        for moment in self.moments(group):
-            complete = complete and (moment.codes_key in state or moment.name in state)
-        if not complete:
+        if not state or self._lacks_a_moment(state, group):
             check_not_flattened(p)  # wrapped after this optimizer was made
             self._check_not_replaced()
             state = {**self.initial_state(p, group), **state}
             if state:  # SGD without momentum may keep none
                 self.state[p] = state
         return state
+
+    def _lacks_a_moment(self, state: dict[str, Tensor], group: dict[str, Any]) -> bool:
+        for moment in self.moments(group):
+            if moment.codes_key not in state and moment.name not in state:
+                return True
+        return False
 
     def _check_not_replaced(self) -> None:
         if self._had_matrices and all(p.ndim < 2 for group in self.param_groups for p in group["params"]):

@@ -506,6 +506,25 @@ def test_compiling_the_step_follows_rate_and_step_without_recompiling():
     assert_bit_equal(tensors_of(eager, optimizers[0]), tensors_of(compiled, optimizers[1]))
 
 
+def test_a_compiled_training_step_equals_the_ordinary_one_from_the_first_step_on():
+    results = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        model = small_model(torch.float32)
+        optimizer = FlashAdamW(model.parameters())
+
+        def step(x, model=model, optimizer=optimizer):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(step, backend="aot_eager") if compiled else step
+        for x in torch.randn(3, 4, 3, 6, 6, generator=torch.Generator().manual_seed(0)):
+            step(x)
+        results.append(tensors_of(model, optimizer))
+    assert_bit_equal(*results)
+
+
 def test_one_op_call_takes_many_parameters(monkeypatch):
     model = mixed_model()
     cast_model(model[3], torch.bfloat16)
