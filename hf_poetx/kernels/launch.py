@@ -8,6 +8,20 @@ import triton
 from torch import Tensor
 
 
+def dot_precision(dtype: torch.dtype) -> str:
+    """Triton's `input_precision` for operands of a dtype: TF32 for fp32 where PyTorch's own products have it.
+
+    The older of PyTorch's two switches cannot be asked once the newer is set, as transformers does for `tf32=True` and
+    `torch_compile=True`; the newer, of torch 2.9, knows what either says.
+    """
+    if dtype != torch.float32:
+        return "ieee"  # which 16-bit operands ignore
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 class Plan:
     """How to launch a kernel on tensors of given types and shapes on one GPU; made once for them and kept.
 

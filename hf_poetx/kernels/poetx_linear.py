@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .cayley_neumann import block_size, cayley_neumann, cayley_neumann_backward, transform_of
-from .launch import aligned
+from .launch import aligned, dot_precision
 from .rotate import gradients_of, moves_vectors, rotate_plan, with_contiguous_columns, with_contiguous_rows
 
 
@@ -21,13 +21,13 @@ class _Side:
 
     def __init__(
         self, tokens: int, width: int, block: int, group: int, bias_dtype: torch.dtype | None, dtype: torch.dtype,
-        device: torch.device, matmul_precision: str,
+        device: torch.device, precision: str,
     ) -> None:  # fmt: skip
         self.width, self.group = width, group
         self.num_blocks, self.rest = divmod(width, block)
         self.row_major = moves_vectors(dtype, group, block, width)
         self.identity = torch.eye(self.rest, dtype=dtype, device=device) if self.rest else None
-        shape, common = (tokens, width), (dtype, device, matmul_precision)
+        shape, common = (tokens, width), (dtype, device, precision)
         self._plan = rotate_plan(shape, block, group, False, self.row_major, None, *common)
         self._plan_with_bias = rotate_plan(shape, block, group, False, self.row_major, bias_dtype, *common)
         self._plan_transposed = rotate_plan(shape, block, group, True, self.row_major, None, *common)
@@ -55,10 +55,10 @@ class _Layer:
     def __init__(
         self, shape: torch.Size, out_features: int, groups: tuple[int, int], counts: tuple[int, int],
         blocks: tuple[int, int], entries_dtypes: tuple[torch.dtype, torch.dtype], bias_dtype: torch.dtype | None,
-        dtype: torch.dtype, device: torch.device, matmul_precision: str,
+        dtype: torch.dtype, device: torch.device, precision: str,
     ) -> None:  # fmt: skip
         tokens, in_features = shape
-        common = (dtype, device, matmul_precision)
+        common = (dtype, device, precision)
         widths = (in_features, out_features)
         self.sides = tuple(
             _Side(tokens, width, block, group, bias, *common)
@@ -100,7 +100,7 @@ def _layer_of(
     return _layer(
         x.shape, out_features, groups, (entries_in.shape[0], entries_out.shape[0]),
         (block_size(entries_in), block_size(entries_out)), (entries_in.dtype, entries_out.dtype),
-        None if bias is None else bias.dtype, x.dtype, x.device, torch.get_float32_matmul_precision(),
+        None if bias is None else bias.dtype, x.dtype, x.device, dot_precision(x.dtype),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from .launch import (
     Plan,
     aligned,
     ceil_divide,
+    dot_precision,
     is_hopper,
     next_power_of_two,
     num_multiprocessors,
@@ -191,7 +192,7 @@ def rotate(
         tail = torch.eye(rest, dtype=x.dtype, device=x.device)
     plan = rotate_plan(
         x.shape, block, permutation_group, transpose, row_major, None if bias is None else bias.dtype,
-        x.dtype, x.device, torch.get_float32_matmul_precision(),
+        x.dtype, x.device, dot_precision(x.dtype),
     )  # fmt: skip
     out = torch.empty_like(x)
     if x.numel():
@@ -207,7 +208,7 @@ def rotation_gradient(
     convert = with_contiguous_rows if row_major else with_contiguous_columns
     gradients = gradients_of(
         (left.shape[1],), left.shape[0], block, (permutation_group,), row_major,
-        left.dtype, left.device, torch.get_float32_matmul_precision(),
+        left.dtype, left.device, dot_precision(left.dtype),
     )  # fmt: skip
     blocks, tail = gradients((aligned(convert(left)), aligned(convert(right)), permutation))
     return blocks, blocks.new_empty(0, 0) if tail is None else tail
@@ -216,7 +217,7 @@ def rotation_gradient(
 @lru_cache(4096)
 def rotate_plan(
     shape: torch.Size, block: int, permutation_group: int, transpose: bool, row_major: bool,
-    bias_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device, matmul_precision: str,
+    bias_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device, precision: str,
 ) -> Plan:  # fmt: skip
     """Plan for ``(x, blocks, tail, permutation, bias, out)``, both activations row-major or both column-major.
 
@@ -231,7 +232,7 @@ def rotate_plan(
     programs = ceil_divide(tokens, tiles.rows) * ceil_divide(block, tiles.columns) * (num_blocks + (rest > 0))
     integers = (tokens, num_blocks, rest, *((width, 1) if row_major else (1, tokens)))
     contiguity = _contiguity(permutation_group, block, width)
-    constants = (block, transpose, contiguity, masked, _precision(matmul_precision), *tiles[:3])
+    constants = (block, transpose, contiguity, masked, precision, *tiles[:3])
     return Plan(_rotate_kernel, (programs, 1, 1), integers, constants, *tiles[3:])
 
 
@@ -246,12 +247,12 @@ class Gradients:
         row_major: how all activations are stored, by rows or by columns.
         dtype: of the activations.
         device: that all is on.
-        matmul_precision: PyTorch's switch for fp32.
+        precision: of products, see `dot_precision`.
     """
 
     def __init__(
         self, widths: tuple[int, ...], tokens: int, block: int, permutation_groups: tuple[int, ...], row_major: bool,
-        dtype: torch.dtype, device: torch.device, matmul_precision: str,
+        dtype: torch.dtype, device: torch.device, precision: str,
     ) -> None:  # fmt: skip
         _check_dtype(dtype)
         counts = [width // block for width in widths]
@@ -267,7 +268,6 @@ class Gradients:
         programs = per_block * (sum(counts) + (rest > 0))
         self.splits, tokens_per_split = _split(programs, tokens, tiles.inner, num_multiprocessors(device))
         integers = (tokens, tokens_per_split, counts[0], sum(counts), rest, strides[0], strides[-1])
-        precision = _precision(matmul_precision)
         constants = (block, contiguity, row_major, aligned_strides, masked, precision, *tiles[:3])
         self._plan = Plan(_gradient_kernel, (programs, self.splits, 1), integers, constants, *tiles[3:])
         parts = (self.splits,) if self.splits > 1 else ()
@@ -295,10 +295,10 @@ class Gradients:
 @lru_cache(4096)
 def gradients_of(
     widths: tuple[int, ...], tokens: int, block: int, permutation_groups: tuple[int, ...], row_major: bool,
-    dtype: torch.dtype, device: torch.device, matmul_precision: str,
+    dtype: torch.dtype, device: torch.device, precision: str,
 ) -> Gradients:  # fmt: skip
     """The `Gradients` for these shapes and types; one each, since it remembers its compiled kernel."""
-    return Gradients(widths, tokens, block, permutation_groups, row_major, dtype, device, matmul_precision)
+    return Gradients(widths, tokens, block, permutation_groups, row_major, dtype, device, precision)
 
 
 def with_contiguous_columns(x: Tensor) -> Tensor:
@@ -339,11 +339,6 @@ def _transpose_plan(shape: torch.Size, dtype: torch.dtype, device: torch.device)
     rows, columns = shape
     grid = (ceil_divide(columns, 64), ceil_divide(rows, 64), 1)
     return Plan(_transpose_kernel, grid, (rows, columns), (64,), num_warps=4)
-
-
-def _precision(matmul_precision: str) -> str:
-    """Products of fp32 follow PyTorch's own switch; 16-bit operands ignore it."""
-    return "ieee" if matmul_precision == "highest" else "tf32"
 
 
 def _fit(tiles: Tiles, rows: int, columns: int, inner: int) -> Tiles:

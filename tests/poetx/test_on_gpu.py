@@ -78,7 +78,7 @@ def test_gradient_scaler_that_skips_a_merge_step_leaves_clock_and_dtypes_alone(t
         fp16=True,
         use_cpu=not ON_GPU,
         max_steps=12,
-        learning_rate=3e-2,
+        learning_rate=1e-2 if base == torch.float32 else 3e-2,
     )
     overflow.trainer = trainer
     trainer.train()
@@ -327,6 +327,18 @@ def compiler(monkeypatch):
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@needs_cuda
+@pytest.mark.parametrize("tf32", [True, False])
+def test_trainer_may_set_tf32_either_way(tmp_path, tf32, monkeypatch):
+    """As it does by itself for torch_compile=True; PyTorch's older switch raises from then on."""
+    if hasattr(torch.backends, "fp32_precision"):
+        monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)
+    model = tiny_poetx(merge_interval=2)
+    trainer = make_trainer(model, tmp_path, use_cpu=False, tf32=tf32, max_steps=4)
+    trainer.train()
+    assert merge_counts(model) == {2} and all(loss < 5 for loss in losses(trainer).values())
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

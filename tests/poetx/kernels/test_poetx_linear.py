@@ -7,6 +7,7 @@ from tests.poetx.kernels.accuracy import DTYPES, assert_as_accurate, to
 
 pytest.importorskip("triton")
 from hf_poetx.kernels import poetx_linear as kernels
+from hf_poetx.kernels.launch import dot_precision
 
 
 def make(in_features, out_features, block, group_in, group_out, dtype, tokens=24):
@@ -94,3 +95,18 @@ def test_different_block_sizes_of_the_two_sides_work(kernel_device):
     expected = [result, *ops._linear_backward(gradient.cpu(), x, kept, weight, *rotations, [True] * 4)]
     for each, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(each.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="torch 2.9 brought the newer switch")
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_either_of_the_two_switches_of_tf32_is_followed(precision, kernel_device, monkeypatch):
+    """transformers sets the newer one for `tf32=True` and `torch_compile=True`, and the older raises then."""
+    (x, weight, _), rotations = make(96, 64, 32, 16, 16, torch.float32)
+    x, weight, rotations = x.to(kernel_device), weight.to(kernel_device), cast(rotations, kernel_device)
+    expected, _ = kernels.forward(x, weight, None, *rotations)
+    monkeypatch.setattr(torch.backends, "fp32_precision", precision)
+    assert dot_precision(torch.float32) == precision and dot_precision(torch.bfloat16) == "ieee"
+    result, kept = kernels.forward(x, weight, None, *rotations)
+    kernels.backward(torch.ones_like(result), x, kept, weight, *rotations, [True, False, True, True])
+    # Three products in sequence, each of operands with 10 bits.
+    assert (result - expected).norm() <= 3 * 2.0**-10 * expected.norm()

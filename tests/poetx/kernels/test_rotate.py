@@ -67,7 +67,7 @@ def test_gradient_split_over_tokens_equals_the_unsplit_one(kernel_device, monkey
     left, _, _, permutation = make(40, 16, 8, 200, torch.float32)
     right = torch.randn_like(left)
     monkeypatch.setattr(kernels, "_split", lambda *arguments: (3, 96))
-    gradients = kernels.Gradients((40,), 200, 16, (8,), True, torch.float32, kernel_device, "highest")
+    gradients = kernels.Gradients((40,), 200, 16, (8,), True, torch.float32, kernel_device, "ieee")
     found = gradients(to((left, right, permutation), kernel_device))
     for each, expected in zip(found, reference_gradient(left, right, permutation, 8, 16), strict=True):
         torch.testing.assert_close(each.cpu(), expected, rtol=1e-5, atol=1e-4)
@@ -82,7 +82,7 @@ def test_gradients_of_two_rotations_in_one_launch_equal_those_apart(groups, kern
         expected.append(reference_gradient(left.cpu(), right.cpu(), permutation.cpu(), group, 32)[0])
         store = kernels.with_contiguous_columns if group == 1 else kernels.with_contiguous_rows
         rotations.append((store(left), store(right), permutation))
-    gradients = kernels.Gradients((96, 64), 50, 32, groups, groups[0] > 1, torch.float32, kernel_device, "highest")
+    gradients = kernels.Gradients((96, 64), 50, 32, groups, groups[0] > 1, torch.float32, kernel_device, "ieee")
     found, _ = gradients(*rotations)
     torch.testing.assert_close(found.cpu(), torch.cat(expected), rtol=1e-5, atol=1e-4)
 
