@@ -131,13 +131,14 @@ def host_milliseconds(step: Callable[[], object], calls: int = 20) -> float:
     return sorted(times)[calls // 2]
 
 
-def single_parameter_microseconds(calls: int = 200) -> float:
-    """Time that gradient release takes of the host for one small parameter."""
-    p = torch.nn.Parameter(torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16))
-    p.grad = torch.randn_like(p)
-    optimizer = hf_flashoptim.FlashAdamW([p])
+def microseconds_per_parameter(tensors: list[tuple[int, ...]], calls: int = 200) -> float:
+    """Time that gradient release takes of the host for each of some small parameters that it steps together."""
+    params = [torch.nn.Parameter(torch.zeros(shape, device="cuda", dtype=torch.bfloat16)) for shape in tensors]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = hf_flashoptim.FlashAdamW(params)
     group = optimizer.param_groups[0]
-    return host_milliseconds(lambda: optimizer.step_param(p, group), calls) * 1e3
+    return host_milliseconds(lambda: optimizer.step_params(params, group), calls) * 1e3 / len(params)
 
 
 def plot(folder: Path) -> None:
@@ -167,7 +168,11 @@ def main() -> None:
     if arguments.plot:
         plot(arguments.output)
         return
-    results = {"single_parameter_host_microseconds": single_parameter_microseconds()}
+    layer = [(64, 64)] * 7 + [(64,)] * 2
+    results = {
+        "single_parameter_host_microseconds": microseconds_per_parameter(layer[:1]),
+        "layer_host_microseconds_per_parameter": microseconds_per_parameter(layer),
+    }
     for model in arguments.models:
         results[model] = benchmark(model, list(MOVED) if model == "1B" else LARGE)
         harness.write("optimizer_step", results, arguments.output)

@@ -1,4 +1,4 @@
-"""Launching kernels with little work on the host: gradient release launches them once for every parameter."""
+"""Launching kernels with little work on the host: gradient release launches them all through a backward pass."""
 
 from collections.abc import Sequence
 

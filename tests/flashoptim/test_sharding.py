@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hf_flashoptim import FlashAdamW, enable_gradient_release
+from hf_flashoptim import FlashAdamW, enable_gradient_release, gradient_release
 from tests.flashoptim.models import small_model
 
 
@@ -86,7 +86,9 @@ def test_fp32_weights_of_sharded_models(mesh):
         assert torch.equal(w.full_tensor(), weights[name].full_tensor())
 
 
-def test_gradient_release_with_fully_shard(mesh):
+@pytest.mark.parametrize("held", [0, 20_000, 1 << 30], ids=["nothing_waits", "some_wait", "all_wait"])
+def test_gradient_release_with_fully_shard(mesh, held, monkeypatch):
+    monkeypatch.setattr(gradient_release, "gradient_bytes_to_hold", lambda params: held)
     results = []
     for release in (False, True):
         model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
@@ -103,6 +105,7 @@ def test_gradient_release_with_fully_shard(mesh):
             enable_gradient_release(model, optimizer, max_grad_norm=1e6)
         for step in range(3):
             model(torch.full((2, 64), 0.1 * step)).square().sum().backward()
+            assert all((p.grad is None) == release for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
         results.append([p.full_tensor() for p in model.parameters()])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_flashoptim import FlashAdamW, enable_gradient_release, gradient_release
 from hf_flashoptim.ops.adam import adam_step
 from hf_flashoptim.ops.layout import scale_shape
 from hf_flashoptim.ops.lion import lion_step
@@ -81,6 +82,32 @@ def test_a_compiled_training_step_is_the_same(kernel_device):
     step(*args)
     adam_step(*eager)
     assert_same(args[:8], eager[:8])
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20, 1 << 40], ids=["nothing_waits", "some_wait", "all_wait"])
+def test_gradients_of_several_streams_are_released_in_order(kernel_device, held, monkeypatch):
+    monkeypatch.setattr(gradient_release, "gradient_bytes_to_hold", lambda params: held)
+    results = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(512, 512, device=kernel_device, dtype=torch.bfloat16) for _ in range(8)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = FlashAdamW(model.parameters(), lr=1e-2)
+        if release:
+            enable_gradient_release(model, optimizer)
+        side = torch.cuda.Stream()
+        for x in torch.randn(4, 64, 512, device=kernel_device, dtype=torch.bfloat16):
+            x = model[:4](x)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # these layers' backward runs here, too
+                x = model[4:](x)
+            torch.cuda.current_stream().wait_stream(side)
+            x.square().mean().backward()
+            assert all((p.grad is None) == release for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_backward_notices_that_a_parameter_was_stepped(kernel_device):
