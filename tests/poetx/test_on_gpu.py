@@ -280,7 +280,8 @@ def test_inference_mode_keeps_blocks_of_ordinary_entries_and_none_of_inference_t
                 for name, parameter in list(container.items()):
                     container[name] = nn.Parameter(parameter.clone(), requires_grad=False)
             assert all(p.is_inference() for p in layer.skew_parameters("default"))
-        assert torch.equal(untracked(input_ids=tokens().to(DEVICE)).logits, expected)
+        # Without kept blocks other kernels run.
+        assert relative(untracked(input_ids=tokens().to(DEVICE)).logits, expected) <= FP32
         assert kept(untracked) == (0 if ON_GPU else rotations_of(untracked))
 
 
