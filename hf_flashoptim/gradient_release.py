@@ -2,8 +2,8 @@
 
 A call of the optimizer takes the host about 0.1 ms, in which a GPU steps 30 million elements. So gradients wait until
 there are ``gradient_bytes_to_hold`` of them, which one call then steps, and the rest are stepped as the backward pass
-ends. Peak memory holds these and the gradient that has just been computed (with FSDP2, whose gradients are views of one
-buffer a layer, that buffer) instead of all. The steps are the optimizer's own, bit for bit.
+ends. Peak memory holds these and the gradient that has just been computed instead of all (with FSDP2, whose gradients
+are views of one buffer a layer, the buffers of these). The steps are the optimizer's own, bit for bit.
 
 What needs all gradients at once cannot work: gradient accumulation, clipping by the global norm, GradScaler, and
 wrappers that keep gradients in buffers (DistributedDataParallel, FSDP1).

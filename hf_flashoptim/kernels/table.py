@@ -10,7 +10,7 @@ every tensor, and a program finds its tensor by bisection.
 
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import chain
 from operator import or_
 from typing import NamedTuple
 
@@ -139,11 +139,14 @@ def _entries(
     kinds: Tensors, addresses: list[list[int]], groups: list[int], members: list[int], regular: bool
 ) -> tuple[list[int], int]:
     """The table's entries, column by column, and the number of programs."""
-    ends = list(accumulate([-(-groups[i] // (TILE_GROUPS * TILES)) for i in members]))
-    entries = [_WIDE, *[end | _WIDE for end in ends[:-1]]]
+    entries, programs = [], 0
+    for i in members:
+        entries.append(programs | _WIDE)
+        programs += -(-groups[i] // (TILE_GROUPS * TILES))
     entries += [groups[i] | _WIDE for i in members]
-    used = max(column for column, known in enumerate(addresses, 1) if known)
-    for known in addresses[:used] if regular else addresses:
+    # A regular table ends with the last kind that is kept.
+    used = max(column for column, known in enumerate(addresses, 1) if known) if regular else len(addresses)
+    for known in addresses[:used]:
         # An empty tensor has the address 0.
         entries += [known[i] or _WIDE for i in members] if known else [_WIDE] * len(members)
     if not regular:
@@ -152,7 +155,7 @@ def _entries(
         entries += [count | _WIDE for count in row_groups]
         for i, count in zip(members, row_groups, strict=True):
             entries.append(kinds.params[i].numel() * count // max(groups[i], 1) | _WIDE)
-    return entries, ends[-1]
+    return entries, programs
 
 
 @triton.jit
