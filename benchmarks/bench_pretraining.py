@@ -76,7 +76,7 @@ def first_runs(study: str) -> list[Run]:
     if study == "block":
         return varied(block=(8, 16, 32, 64, 128))
     if study == "learning_rate":
-        return [Run(block=block, learning_rate=rate) for block in (8, 32, 128) for rate in (2e-3, 4e-3, 8e-3, 16e-3)]
+        return [Run(block=block, learning_rate=rate) for block in (8, 32, 128) for rate in (1e-3, 2e-3, 4e-3, 8e-3)]
     if study == "interval":
         return varied(merge_interval=(0, 10, 20, 40, 100))
     if study == "permutation_group":

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import hf_flashoptim  # noqa: F401  registers flash_adamw
 from tests.poetx_training import assert_same_state, losses, make_trainer, merge_counts, tiny_poetx
@@ -65,6 +65,26 @@ def test_accumulated_gradients_take_the_same_graph(tmp_path):
         trainer = trained(compiled, tmp_path, **arguments, **COMPILED)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert merge_counts(compiled) == {2} and losses(trainer) == expected
+
+
+class Graphs(TrainerCallback):
+    """How many there were after each step."""
+
+    def __init__(self) -> None:
+        self.count: list[int] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.count.append(counters["stats"]["unique_graphs"])
+
+
+def test_checkpointed_activations_need_no_new_graph_after_the_first_step(tmp_path):
+    """There are several: transformers marks the embeddings' output as requiring gradients, which breaks the graph."""
+    graphs, eager, compiled = Graphs(), tiny_poetx(), tiny_poetx()
+    expected = losses(trained(eager, tmp_path, gradient_checkpointing=True))
+    trainer = trained(compiled, tmp_path, gradient_checkpointing=True, callbacks=[graphs], **COMPILED)
+    assert len(graphs.count) == 8 and set(graphs.count) == {graphs.count[0]} and merge_counts(compiled) == {4}
+    assert losses(trainer) == expected
+    assert_same_state(eager, compiled)
 
 
 def test_evaluation_between_the_steps_sees_every_merge(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 
 import pytest
 import torch
@@ -193,21 +194,19 @@ def test_every_torch_optimizer_is_known_or_refused():
     assert names - refused == tested - {"Renamed"}
 
 
-def test_rate_falls_with_the_root_of_the_block():
+def test_rate_is_inverse_to_the_block():
     assert skew_learning_rate(1e-3, 256, 0.5) == 5e-4
-    assert skew_learning_rate(1e-3, 64, 0.5) == 2 * skew_learning_rate(1e-3, 256, 0.5)
-    assert skew_learning_rate(1e-3, 1024, 0.5) == 0.5 * skew_learning_rate(1e-3, 256, 0.5)
+    assert skew_learning_rate(1e-3, 64, 0.5) == 4 * skew_learning_rate(1e-3, 256, 0.5)
+    assert skew_learning_rate(1e-3, 1024, 0.5) == 0.25 * skew_learning_rate(1e-3, 256, 0.5)
 
 
-def test_rate_keeps_the_angle_of_a_rotation_the_same_at_every_block():
-    """Steps of +-rate in random directions give a largest singular value of Q near 2 rate sqrt(block)."""
+def test_steps_whose_signs_agree_turn_by_the_same_angle_at_every_block():
     sigmas = []
     for block in (16, 64, 256):
-        signs = torch.randint(0, 2, (1, num_entries(block))) * 2.0 - 1
-        rate = skew_learning_rate(1e-3, block, 1.0)
-        sigmas.append(torch.linalg.matrix_norm(unpack_skew(signs * rate), 2).item())
-    # The edge of the semicircle law is approached from below, by about 1.8 block^(-2/3) of itself, a quarter at 16.
-    assert max(sigmas) / min(sigmas) < 1.35
+        step = torch.full((1, num_entries(block)), skew_learning_rate(1e-3, block, 1.0))
+        sigmas.append(torch.linalg.matrix_norm(unpack_skew(step), 2).item())
+    # The largest singular value is rate cot(pi / (2 block)): 2 rate block / pi but for a part (pi / block)^2 / 12.
+    assert max(sigmas) / min(sigmas) < 1 + (math.pi / 16) ** 2 / 12 + 1e-5
 
 
 def test_groups_of_skew_entries_have_scaled_rate_and_no_decay():
