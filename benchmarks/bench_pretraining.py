@@ -44,7 +44,7 @@ class Run:
     """One training run; every field is part of its record."""
 
     method: str = "poetx"
-    learning_rate: float = 4e-3
+    learning_rate: float = 2e-3
     seed: int = 0
     steps: int = 200
     batch: int = 16
@@ -81,6 +81,7 @@ def first_runs(study: str) -> list[Run]:
         return varied(merge_interval=(0, 10, 20, 40, 100))
     if study == "permutation_group":
         larger = {"steps": 300, "batch": 32, "hidden": 256, "layers": 4, "block": 64, "merge_interval": 50}
+        larger |= {"learning_rate": 4e-3, "poet_scale": 0.25}
         return varied(permutation_group=(1, 16, 32), **{name: (value,) for name, value in larger.items()})
     if study == "init":
         return varied(init=("keep", "normalize"))
