@@ -94,9 +94,8 @@ def test_gradient_scaler_that_skips_a_merge_step_leaves_clock_and_dtypes_alone(t
     assert {layer.get_base_layer().weight.dtype for layer in layers_of(model)} == {base}
 
 
-def write_base(folder: Path) -> Path:
+def write_base(folder: Path) -> None:
     family_model("Llama").save_pretrained(folder / "base")
-    return folder / "base"
 
 
 def dispatched(folder: Path, merge_interval: int = 0) -> nn.Module:
