@@ -7,26 +7,42 @@ import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .ops.poetx_linear import Rotation
 from .ops.rotate import rotate
 
 
 class _Kept(NamedTuple):
-    """What blocks were made of, and the blocks."""
+    """What blocks were made of and after how many steps of optimizers, and the blocks."""
 
     made_of: list[Tensor]
     versions: list[int]
+    steps: int
     blocks: tuple[Tensor, Tensor | None]
+
+
+class _OptimizerSteps:
+    """Number of steps that all optimizers of this process have taken."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, *_: object) -> None:
+        cls.count += 1
+
+
+# Fused optimizers of torch write parameters without raising their version.
+register_optimizer_step_post_hook(_OptimizerSteps.add)
 
 
 class BlockCache:
     """The blocks of a layer's rotations, as long as the skew entries are those that they were made of.
 
     On the CPU that is asked of the values themselves, which costs far less than the blocks. Elsewhere values cannot be
-    compared without waiting for the device, so it is asked of the tensors: the same memory at the same version. No
-    version counts a write through ``.data``; that is seen after the next `clear`, which a layer calls in every forward
-    pass with gradients and when it goes into training mode.
+    compared without waiting for the device, so it is asked of the tensors: the same memory at the same version, and no
+    optimizer has stepped since. No version counts a write through ``.data``; that is seen after the next `clear`, which a
+    layer calls in every forward pass with gradients and when it goes into training mode.
 
     It is empty in copies and pickles of a layer.
     """
@@ -55,7 +71,7 @@ class BlockCache:
             on_cpu = entries[0].device.type == "cpu"
             # What is held elsewhere shares memory and version with the entries, so no other tensor can take its place.
             made_of = [t.clone() for t in entries] if on_cpu else entries
-            kept = _Kept(made_of, _versions(entries), rotation.blocks(dtype))
+            kept = _Kept(made_of, _versions(entries), _OptimizerSteps.count, rotation.blocks(dtype))
             self._kept[key, dtype] = kept
         return kept.blocks
 
@@ -69,7 +85,7 @@ def _unchanged(kept: _Kept, entries: list[Tensor]) -> bool:
     if entries[0].device.type == "cpu":
         return all(torch.equal(old, new) for old, new in zip(kept.made_of, entries, strict=True))
     same_memory = all(old.data_ptr() == new.data_ptr() for old, new in zip(kept.made_of, entries, strict=True))
-    return same_memory and kept.versions == _versions(entries)
+    return same_memory and kept.versions == _versions(entries) and kept.steps == _OptimizerSteps.count
 
 
 def _versions(entries: list[Tensor]) -> list[int]:

@@ -23,10 +23,9 @@ class _Side:
         self, tokens: int, width: int, block: int, group: int, bias_dtype: torch.dtype | None, dtype: torch.dtype,
         device: torch.device, precision: str,
     ) -> None:  # fmt: skip
-        self.width, self.group = width, group
+        self.width, self.group, self.device = width, group, device
         self.num_blocks, self.rest = divmod(width, block)
         self.row_major = moves_vectors(dtype, group, block, width)
-        self.identity = torch.eye(self.rest, dtype=dtype, device=device) if self.rest else None
         shape, common = (tokens, width), (dtype, device, precision)
         self._plan = rotate_plan(shape, block, group, False, self.row_major, None, *common)
         self._plan_with_bias = rotate_plan(shape, block, group, False, self.row_major, bias_dtype, *common)
@@ -36,7 +35,10 @@ class _Side:
         return aligned(with_contiguous_rows(x) if self.row_major else with_contiguous_columns(x))
 
     def tail_block(self, tail: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        return self.identity if tail is None else cayley_neumann(tail, dtype)[0]
+        if tail is not None:
+            return cayley_neumann(tail, dtype)[0]
+        # Not kept: made inside a CUDA graph, it would lie in that graph's memory.
+        return torch.eye(self.rest, dtype=dtype, device=self.device) if self.rest else None
 
     def apply(
         self, x: Tensor, blocks: Tensor, tail_block: Tensor | None, permutation: Tensor,

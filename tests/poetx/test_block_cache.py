@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_poetx import PoetXConfig, merge_then_reinitialize
+from hf_poetx import PoetXConfig, block_cache, merge_then_reinitialize
 from hf_poetx.checkpoint import poetx_layers
 from hf_poetx.ops.poetx_linear import Rotation
 from tests.poetx.helpers import logits, randomize_skew, tokens, trained_poetx
@@ -167,3 +167,12 @@ def test_mixed_precision_keeps_blocks_of_both_dtypes(built):
             logits(model)
         assert torch.equal(logits(model), full)
     assert len(built) == 2 * rotations_of(model)
+
+
+def test_a_step_of_any_optimizer_ends_what_is_kept_where_values_are_not_compared():
+    """Fused optimizers of torch change parameters on a GPU without a new version."""
+    entries = [torch.zeros(1, 3, device="meta")]
+    kept = block_cache._Kept(entries, [entries[0]._version], block_cache._OptimizerSteps.count, (entries[0], None))
+    assert block_cache._unchanged(kept, entries)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))]).step()
+    assert not block_cache._unchanged(kept, entries)
