@@ -29,7 +29,9 @@ class _OptimizerSteps:
 
     @classmethod
     def add(cls, *_: object) -> None:
-        cls.count += 1
+        # A compiled step raises the version of what it changes, and would be compiled anew for every count.
+        if not torch.compiler.is_compiling():
+            cls.count += 1
 
 
 # Fused optimizers of torch write parameters without raising their version.
