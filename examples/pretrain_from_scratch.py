@@ -269,6 +269,7 @@ def main() -> None:
     set_seed(arguments.seed)
     poetx_config = PoetXConfig(
         block=arguments.block,
+        poet_scale=0.25,  # all else trains at a high rate here
         merge_interval=arguments.merge_interval,
         init="normalize",
         train_rest=True,
