@@ -181,7 +181,16 @@ def build(run: Run, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(run: Run) -> dict:
-    """Train and evaluate; returns the record of the run."""
+    """Train and evaluate; returns the record of the run, which may be that it diverged."""
+    try:
+        return trained(run)
+    except ValueError as error:  # POET-X refuses to merge what is not finite
+        if "NaN" not in str(error):
+            raise
+        return {"run": asdict(run), "held_out_loss": math.inf, "diverged": str(error)}
+
+
+def trained(run: Run) -> dict:
     from hf_poetx import merge_step, orthogonality_report
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,6 +289,7 @@ def plot(study: str) -> None:
         group = "method" if study == "methods" else "block"
         for value in dict.fromkeys(record["run"][group] for record in records):
             mine = [r for r in records if r["run"][group] == value and r["run"]["seed"] == 0]
+            mine = [r for r in mine if "diverged" not in r]
             rates = [r["run"]["learning_rate"] for r in mine]
             axis.plot(rates, [r["held_out_loss"] for r in mine], marker="o", label=str(value))
         axis.set(xscale="log", xlabel="learning rate", ylabel="held-out loss (nats a token)")
