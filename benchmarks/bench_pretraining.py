@@ -91,7 +91,7 @@ def first_runs(study: str) -> list[Run]:
 def more_seeds_of_the_best(records: list[dict]) -> list[Run]:
     """Two more seeds of each method at its best learning rate of the first."""
     best = {}
-    for record in records:
+    for record in (record for record in records if "diverged" not in record):
         method = record["run"]["method"]
         if method not in best or record["held_out_loss"] < best[method]["held_out_loss"]:
             best[method] = record
@@ -187,7 +187,7 @@ def train(run: Run) -> dict:
     except ValueError as error:  # POET-X refuses to merge what is not finite
         if "NaN" not in str(error):
             raise
-        return {"run": asdict(run), "held_out_loss": math.inf, "diverged": str(error)}
+        return {"run": asdict(run), "held_out_loss": None, "diverged": str(error)}
 
 
 def trained(run: Run) -> dict:

@@ -6,7 +6,6 @@ python benchmarks/tables.py --check  # exits with 1 if README.md says anything e
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
@@ -253,7 +252,7 @@ def learning_rate() -> str:
         for record in load("pretraining_learning_rate")["records"]
     }
     blocks, rates = (list(dict.fromkeys(values)) for values in zip(*losses, strict=True))
-    shown = {key: "diverged" if loss == math.inf else f"{loss:.3f}" for key, loss in losses.items()}
+    shown = {key: "diverged" if loss is None else f"{loss:.3f}" for key, loss in losses.items()}
     rows = ((size, *(shown[size, rate] for rate in rates)) for size in blocks)
     return table(("block", *(f"rate {rate:g}" for rate in rates)), rows)
 

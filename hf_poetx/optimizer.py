@@ -19,8 +19,8 @@ def skew_learning_rate(lr: float, block: int, poet_scale: float) -> float:
 
     Adam moves every entry by about the learning rate, and where a gradient keeps its signs from step to step they move
     together: Q, of entries that are all as large as q, then has a singular value of up to ``2 q block / pi``, which is a
-    rotation's angle. So the rate goes as ``1 / block``; so did the best one that was found for blocks of 8, 32 and 128
-    (`benchmarks/results/pretraining_learning_rate.json`).
+    rotation's angle. So the rate goes as ``1 / block``: the best of several was then the same for blocks of 32 and 128 and
+    half of it for 8 (`benchmarks/results/pretraining_learning_rate.json`).
 
     Example:
         >>> skew_learning_rate(1e-3, 256, 0.5), skew_learning_rate(1e-3, 64, 0.5)
