@@ -110,7 +110,7 @@ def encode_second_moment(root, unit, dither):
     """
     scale = group_scale_rounded_up(tl.reduce(root, 1, _larger) * unit)
     codes = tl.fma(root, (reciprocal(scale) * unit * 255.0)[:, None], dither)
-    codes = tl.where(root > 0.0, tl.maximum(tl.minimum(codes, 255.0), 1.0), 0.0)
+    codes = tl.minimum(tl.maximum(codes, tl.where(root > 0.0, 1.0, 0.0)), 255.0)
     return bits_of(codes + ROUNDING_SHIFT).to(tl.uint8), scale
 
 

@@ -17,9 +17,9 @@ TOP_24_BIT = tl.constexpr(3.402797707725092e38)
 def join_bf16(narrow, errors):
     """The fp32 master weights of bf16 bit patterns (int16) and their error bits (int8 or int16)."""
     bits = narrow.to(tl.int32) << 16
-    joined = bits + (errors.to(tl.int32) << (16 - errors.dtype.primitive_bitwidth))
-    # A parameter set to 0 from outside beside negative error bits must not borrow from the sign bit.
-    return value_of(tl.where(((joined ^ bits) & -0x80000000) != 0, bits, joined))
+    joined = value_of(bits + (errors.to(tl.int32) << (16 - errors.dtype.primitive_bitwidth)))
+    # A parameter set to 0 or inf from outside may become NaN with the error bits that it finds.
+    return tl.where(joined == joined, joined, value_of(bits))
 
 
 @triton.jit

@@ -20,7 +20,6 @@ from torch import Tensor
 
 ERROR_DTYPES = {24: torch.int8, 32: torch.int16}
 _INF_BITS = 0x7F800000
-_SIGN_BIT = -0x80000000
 _BF16_NAN_BITS = 0x7FC0
 _FP16_MAX = torch.finfo(torch.float16).max
 
@@ -73,11 +72,8 @@ def reconstruct_master_weight(narrow: Tensor, errors: Tensor) -> Tensor:
     master = bits.add_(errors, alpha=step).view(torch.float32)
     if _is_ordinary(master):
         return master
-    # A parameter set to 0 from outside beside negative error bits has borrowed from the sign bit, which gave NaN.
-    bits.sub_(errors, alpha=step)
-    sign = bits & _SIGN_BIT
-    magnitude = bits.bitwise_xor_(sign).add_(errors, alpha=step)
-    return magnitude.clamp_(min=0).bitwise_or_(sign).view(torch.float32)
+    # A parameter set to 0 or inf from outside may become NaN with the error bits that it finds.
+    return torch.where(master.isnan(), narrow.to(torch.float32), master)
 
 
 def _is_ordinary(values: Tensor) -> bool:

@@ -71,9 +71,9 @@ def test_split_and_join_equal_the_oracle(dtype, error_dtype, kernel_device):
     torch.testing.assert_close(joined.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("zero", [0.0, -0.0], ids=["plus", "minus"])
-def test_a_parameter_set_to_zero_does_not_borrow_from_its_sign(zero, kernel_device):
-    narrow = torch.full((1024,), zero, dtype=torch.bfloat16)
+@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+def test_a_parameter_set_to_zero_or_inf_beside_stale_error_bits_does_not_become_nan(value, kernel_device):
+    narrow = torch.full((1024,), value, dtype=torch.bfloat16)
     errors = torch.arange(-512, 512).clamp(-128, 127).to(torch.int8)
     joined = torch.empty(1024, device=kernel_device)
     _join[(1,)](

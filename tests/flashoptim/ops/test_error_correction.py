@@ -147,6 +147,17 @@ def test_masters_beyond_bf16_have_an_infinite_parameter_and_come_back():
     assert narrow.isinf().all() and reconstruct_master_weight(narrow, errors).isfinite().all()
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, torch.inf, -torch.inf])
+@WIDTH
+def test_a_bf16_parameter_set_to_zero_or_inf_beside_stale_error_bits_does_not_become_nan(value, error_dtype):
+    limits = torch.iinfo(error_dtype)
+    errors = torch.arange(limits.min, limits.max + 1).to(error_dtype)
+    rebuilt = reconstruct_master_weight(torch.full(errors.shape, value, dtype=torch.bfloat16), errors)
+    assert not rebuilt.isnan().any()
+    # Negative error bits beside inf are those of a finite number beyond bf16's largest.
+    assert rebuilt[errors >= 0].isinf().all() if value else (rebuilt.abs() < torch.finfo(torch.bfloat16).tiny).all()
+
+
 @NARROW
 @WIDTH
 def test_stale_error_bits_move_a_changed_parameter_by_at_most_half_an_ulp(dtype, error_dtype):
