@@ -7,8 +7,8 @@ Each study answers one open question with runs of equal steps on the same batche
 
 Studies: `methods` (POET-X, AdamW, LoRA, 8-bit Adam, Adafactor, GaLore, each at its best of several learning rates, then
 3 seeds), `block` (size against loss, parameters and time), `learning_rate` (does a rate mean the same at every block),
-`interval` (steps between merges), `permutation_group` (16 and 32 columns at a time against single ones; a larger model,
-for a GPU), `init`.
+`poet_scale` (rates of the skew entries and of all else apart), `interval` (steps between merges), `permutation_group` (16
+and 32 columns at a time against single ones; a larger model, for a GPU), `init`.
 Seconds are those of the clock on a GPU, and of the processor without one.
 Results go to `benchmarks/results/pretraining_STUDY.json` and `.png`.
 """
@@ -77,6 +77,9 @@ def first_runs(study: str) -> list[Run]:
         return varied(block=(8, 16, 32, 64, 128))
     if study == "learning_rate":
         return [Run(block=block, learning_rate=rate) for block in (8, 32, 128) for rate in (1e-3, 2e-3, 4e-3, 8e-3)]
+    if study == "poet_scale":
+        scales = (0.0625, 0.125, 0.25, 0.5)
+        return [Run(poet_scale=scale, learning_rate=rate) for scale in scales for rate in LEARNING_RATES]
     if study == "interval":
         return varied(merge_interval=(0, 10, 20, 40, 100))
     if study == "permutation_group":
@@ -285,8 +288,9 @@ def plot(study: str) -> None:
 
     records = json.loads((RESULTS / f"pretraining_{study}.json").read_text())["records"]
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    if study in ("methods", "learning_rate"):
-        group = "method" if study == "methods" else "block"
+    groups = {"methods": "method", "learning_rate": "block", "poet_scale": "poet_scale"}
+    if study in groups:
+        group = groups[study]
         for value in dict.fromkeys(record["run"][group] for record in records):
             mine = [r for r in records if r["run"][group] == value and r["run"]["seed"] == 0]
             mine = [r for r in mine if "diverged" not in r]
@@ -308,7 +312,7 @@ def plot(study: str) -> None:
 
 
 def main() -> None:
-    studies = ("methods", "block", "learning_rate", "interval", "permutation_group", "init")
+    studies = ("methods", "block", "learning_rate", "poet_scale", "interval", "permutation_group", "init")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--study", nargs="+", default=studies, choices=studies)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")

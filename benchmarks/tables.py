@@ -247,14 +247,23 @@ def init() -> str:
 
 
 def learning_rate() -> str:
+    return losses_by_rate("learning_rate", "block")
+
+
+def poet_scale() -> str:
+    return losses_by_rate("poet_scale", "poet_scale")
+
+
+def losses_by_rate(study: str, field: str) -> str:
+    """Held-out losses of a study of one seed: a row for each value of a field, a column for each learning rate."""
     losses = {
-        (record["run"]["block"], record["run"]["learning_rate"]): record["held_out_loss"]
-        for record in load("pretraining_learning_rate")["records"]
+        (record["run"][field], record["run"]["learning_rate"]): record["held_out_loss"]
+        for record in load(f"pretraining_{study}")["records"]
     }
-    blocks, rates = (list(dict.fromkeys(values)) for values in zip(*losses, strict=True))
+    values, rates = (list(dict.fromkeys(column)) for column in zip(*losses, strict=True))
     shown = {key: "diverged" if loss is None else f"{loss:.3f}" for key, loss in losses.items()}
-    rows = ((size, *(shown[size, rate] for rate in rates)) for size in blocks)
-    return table(("block", *(f"rate {rate:g}" for rate in rates)), rows)
+    rows = ((value, *(shown[value, rate] for rate in rates)) for value in values)
+    return table((field, *(f"rate {rate:g}" for rate in rates)), rows)
 
 
 def methods() -> str:
@@ -269,7 +278,7 @@ def methods() -> str:
     records = load("pretraining_methods")["records"]
     rows = []
     for name, label in labels.items():
-        own = [record for record in records if record["run"]["method"] == name]
+        own = [record for record in records if record["run"]["method"] == name and "diverged" not in record]
         rate = min(own, key=lambda record: record["held_out_loss"])["run"]["learning_rate"]
         losses = [record["held_out_loss"] for record in own if record["run"]["learning_rate"] == rate]
         figures = (f"{statistics.mean(losses):.3f}", f"{min(losses):.3f}", f"{max(losses):.3f}")
@@ -280,7 +289,7 @@ def methods() -> str:
 
 FUNCTIONS = (
     demo, optimizer_step, full_finetune, layer, model, model_compiled, memory, pretraining_60m, methods, block, interval,
-    init, learning_rate, permutation_group,
+    init, learning_rate, poet_scale, permutation_group,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in FUNCTIONS}
 
