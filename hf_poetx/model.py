@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import warnings
+import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,8 @@ from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTuner, _maybe_include_all_linear_layers
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .checkpoint import (
     adapter_state_dict,
@@ -24,6 +27,19 @@ from .config import NO_BASE_ON_DISK, PoetXConfig
 from .layer import PoetXLayer
 from .linear import PoetXLinear
 from .targets import check_targets, quantization_backend, router_names, warn_about_experts
+
+# All tuners there are.
+_tuners: weakref.WeakSet["PoetXModel"] = weakref.WeakSet()
+
+
+def _remind_of_merging(optimizer: Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for tuner in list(_tuners):
+            tuner._remind_of_merging(optimizer)
+
+
+# Sees steps of compiled models too, and of fused optimizers, which raise no parameter's version.
+register_optimizer_step_post_hook(_remind_of_merging)
 
 
 class PoetXModel(BaseTuner):
@@ -41,7 +57,14 @@ class PoetXModel(BaseTuner):
     # Who calls the periodic merge: "Trainer", "attach_merging", "merge_step", or None while nobody does.
     clock: str | None = None
     _steps_seen = 0
-    _last_version = -1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _tuners.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _tuners.add(self)
 
     def _prepare_adapter_config(self, peft_config: PoetXConfig, model_config: dict[str, Any]) -> PoetXConfig:
         if peft_config.target_modules is None:
@@ -231,27 +254,23 @@ class PoetXModel(BaseTuner):
                 f"adapter_names={adapter_names!r}: POET-X cannot mix adapters within a batch; choose one with "
                 "set_adapter() and call the model once for each"
             )
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._remind_of_merging()
         return contextlib.nullcontext()
 
-    def _remind_of_merging(self) -> None:
-        """Tell a hand-written loop that trains past the first merge and never calls it."""
+    def _remind_of_merging(self, optimizer: Optimizer) -> None:
+        """Tell a hand-written loop that trains past the first merge and never calls it, after an optimizer's step."""
         interval = max((self.peft_config[name].merge_interval for name in self.active_adapters), default=0)
         if self.clock is not None or not interval or self._steps_seen > interval:
             return
         skew = next((p for _, layer in poetx_layers(self.model) for p in layer.parameters() if p.requires_grad), None)
-        if skew is None or skew._version == self._last_version:
+        if skew is None or not any(p is skew for group in optimizer.param_groups for p in group["params"]):
             return
-        # An optimizer's in-place update raises the version; the first sight of it is no step.
-        self._steps_seen += self._last_version >= 0
-        self._last_version = skew._version
+        self._steps_seen += 1
         if self._steps_seen > interval:
             warnings.warn(
                 f"{self._steps_seen} optimizer steps without a merge, and merge_interval={interval}: call "
                 "merge_step(model, optimizer) after optimizer.step(), or attach_merging(model, optimizer) once, "
                 "or use PoetXConfig(merge_interval=0)",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     @classmethod

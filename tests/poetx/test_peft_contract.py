@@ -549,12 +549,3 @@ def test_moving_a_model_to_another_dtype_keeps_counts_and_figures():
     before = copies({n: b for n, b in model.named_buffers() if "poetx_start" in n or "poetx_finger" in n})
     model.to(torch.float16)
     assert before and tensors_equal({n: b for n, b in model.named_buffers() if n in before}, before)
-
-
-def test_a_loop_that_forgets_to_merge_is_told_once():
-    model = poetx_family(merge_interval=2)
-    with warnings.catch_warnings(record=True) as recorded:
-        warnings.simplefilter("always")
-        for _ in range(6):
-            train_step(model)
-    assert len(messages(recorded, "optimizer steps without a merge")) == 1

@@ -289,9 +289,14 @@ def test_removed_handle_leaves_the_model_to_another_clock():
     assert merge_step(model, optimizer) is not None
 
 
-def test_loop_that_forgets_is_told_once():
+@pytest.mark.parametrize("how", ["plain", "fused", "compiled", "copied"])
+def test_loop_that_forgets_is_told_once(how):
     model = tiny_poetx(merge_interval=2)
-    optimizer = adamw(model)
+    if how == "copied":
+        model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=how == "fused")
+    if how == "compiled":
+        model = torch.compile(model, backend="eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in batches(6):
