@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.poetx.helpers import (
     copies,
     family_model,
     logits,
-    messages,
     poetx_family,
     randomize_skew,
     tensors_equal,
