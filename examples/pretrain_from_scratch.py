@@ -7,7 +7,8 @@ trains AdamW for as many steps beside it. It prints one table, saves the loss cu
     python examples/pretrain_from_scratch.py                       # the demo
     python examples/pretrain_from_scratch.py --smoke               # the same in half a minute, too short to learn much
     python examples/pretrain_from_scratch.py --model meta-llama/Llama-3.2-1B --dataset Salesforce/wikitext \
-        --block 256 --steps 20000 --sequence 1024                  # a real architecture and data set
+        --block 256 --steps 20000 --sequence 1024 \
+        --learning-rate 1e-3 --poet-scale 0.5                      # a real architecture and data set
 """
 
 import argparse
@@ -83,7 +84,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--merge-interval", type=int, default=45)
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
+    parser.add_argument(
+        "--poet-scale", type=float, default=0.0625, help="skew entries learn slower than all else by it"
+    )
     parser.add_argument("--adamw-learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -269,7 +273,7 @@ def main() -> None:
     set_seed(arguments.seed)
     poetx_config = PoetXConfig(
         block=arguments.block,
-        poet_scale=0.25,  # all else trains at a high rate here
+        poet_scale=arguments.poet_scale,
         merge_interval=arguments.merge_interval,
         init="normalize",
         train_rest=True,
