@@ -34,7 +34,8 @@ __all__ = [
 
 if importlib.util.find_spec("transformers") is not None:
     try:
-        from hf_flashoptim.trainer import FlashMonitorCallback, register_optimizers
+        from hf_flashoptim.monitor import FlashMonitorCallback
+        from hf_flashoptim.trainer import register_optimizers
     except ImportError as error:
         warnings.warn(
             f"hf_flashoptim works in plain PyTorch only: transformers could not be used ({error}). Its Trainer is "

@@ -113,8 +113,8 @@ class FlashAdamW(FlashAdam):
         betas: as in ``FlashAdam``.
         eps: as in ``FlashAdam``.
         weight_decay: weights shrink by ``lr * weight_decay`` of themselves a step.
-        decouple_lr: weights shrink by ``weight_decay * lr / initial_lr`` instead, so that ``weight_decay`` is the
-            decay of a step and follows only the schedule.
+        decouple_lr: weights shrink by ``weight_decay * lr / lr_0`` instead, lr_0 being the group's ``reference_lr``, its
+            rate at construction, so that ``weight_decay`` is the decay of a step and follows only the schedule.
         quantize: see ``FlashOptimizer``.
         compress_state_dict: see ``FlashOptimizer``.
         master_weight_bits: see ``FlashOptimizer``.

@@ -9,6 +9,7 @@ Reading validates everything, converts it to the formats of the optimizer's grou
 have it. ``torch.optim.Optimizer.load_state_dict`` is not used: it casts state to the parameter's dtype.
 """
 
+import copy
 import math
 import warnings
 from collections import defaultdict
@@ -18,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_flashoptim import foreign
+from hf_flashoptim import foreign, master_weights
 from hf_flashoptim.moments import Moment
-from hf_flashoptim.ops.error_correction import compute_error_bits, reconstruct_master_weight
 from hf_flashoptim.ops.layout import scale_shape
 from hf_flashoptim.sharding import distribute_like, local_part, map_local, zeros_for
 
@@ -116,9 +116,10 @@ def _merged_group(optimizer: "FlashOptimizer", group: State, saved: State) -> St
             "The state dict is of an optimizer with amsgrad=True, which compressed optimizers do not have."
         )
     ignored = (*foreign.GROUP_SWITCHES, *_FORMAT_KEYS)
-    merged = {**group, **{key: value for key, value in saved.items() if key not in ignored}}
-    if "initial_lr" not in saved:
-        merged["initial_lr"] = float(merged["lr"])
+    # Copied, like all state: a learning rate may be a tensor, and betas a list.
+    merged = {**group, **{key: copy.deepcopy(value) for key, value in saved.items() if key not in ignored}}
+    if "reference_lr" not in saved:
+        merged["reference_lr"] = float(saved.get("initial_lr", merged["lr"]))
     optimizer.check_group(merged)
     return merged
 
@@ -140,6 +141,13 @@ def _load_parameter(optimizer: "FlashOptimizer", p: Tensor, group: State, saved:
     errors = saved.pop("error_bits", None)
     if error_dtype := optimizer.error_dtype(p, group):
         loaded["error_bits"] = _error_bits(p, errors, error_dtype, saved_group)
+    elif errors is not None:
+        warnings.warn(
+            "The state dict has error bits, which fp32 parameters and master_weight_bits=None have no place for: they are "
+            "dropped, and weights are those that the model was loaded with. get_fp32_model_state_dict of the optimizer "
+            "that was saved gives the exact ones.",
+            stacklevel=2,
+        )
     if saved:
         raise ValueError(
             f"it has {sorted(saved)}, which {type(optimizer).__name__} does not keep. Was it saved by another optimizer?"
@@ -219,14 +227,7 @@ def _error_bits(p: Tensor, saved: Any, error_dtype: torch.dtype, saved_group: St
     else:
         dtype = torch.int8 if getattr(saved, "dtype", None) == torch.int8 else torch.int16
         errors = _take(p, {"error_bits": saved}, "error_bits", p.shape, dtype)
-    if errors.dtype == error_dtype:
-        return errors
-    return map_local(p, lambda n, e: _convert_error_bits(n, e, error_dtype), p.detach(), errors)
-
-
-def _convert_error_bits(narrow: Tensor, errors: Tensor, error_dtype: torch.dtype) -> Tensor:
-    narrow = narrow.contiguous()
-    return compute_error_bits(reconstruct_master_weight(narrow, errors), narrow, error_dtype)
+    return master_weights.error_bits_of_width(p, errors, error_dtype)
 
 
 def _to_bytes(errors: Tensor) -> Tensor:

@@ -156,6 +156,8 @@ class GradientReleaseHandle:
 
     def remove(self) -> None:
         """Remove the hooks: ``optimizer.step()`` steps all parameters again."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -212,6 +214,13 @@ class GradientReleaseHandle:
             del self._buckets[key]
 
 
+def unwrap(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrappers."""
+    while not isinstance(optimizer, FlashOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def enable_gradient_release(
     model: nn.Module,
     optimizer: FlashOptimizer,
@@ -241,15 +250,20 @@ def enable_gradient_release(
     Raises:
         TypeError: for a model in DistributedDataParallel or FSDP1, or an optimizer of another kind.
         NotImplementedError: for a GradScaler.
-        ValueError: if release is already on, or for a clipping option that is not valid.
+        ValueError: if release is already on, if the optimizer has no parameter of the model, or for a clipping option
+            that is not valid.
         RuntimeError: (in a later backward pass) if a parameter gets two gradients in one step.
     """
-    while not isinstance(optimizer, FlashOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
+    optimizer = unwrap(optimizer)
     _refuse(model, optimizer, grad_scaler)
     clipping = None if max_grad_norm is None else Clipping(max_grad_norm, clip)
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     params = [p for p in model.parameters() if p.requires_grad and id(p) in group_of]
+    if not params:
+        raise ValueError(
+            "No trainable parameter of this model belongs to the optimizer; make the optimizer of the model that is "
+            "trained (a copy of a model has parameters of its own)."
+        )
     handle = GradientReleaseHandle(optimizer, clipping, gradient_bytes_to_hold(params))
     reference = weakref.ref(handle)
     for p in params:

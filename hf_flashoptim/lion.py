@@ -20,7 +20,7 @@ class FlashLion(FlashOptimizer):
         lr: learning rate: the size of every update.
         betas: weight of the momentum in the update, and decay rate of the momentum, in [0, 1].
         weight_decay: weights shrink by ``lr * weight_decay`` of themselves a step.
-        decouple_lr: weights shrink by ``weight_decay * lr / initial_lr`` instead.
+        decouple_lr: weights shrink by ``weight_decay * lr / reference_lr`` instead, see ``FlashAdamW``.
         quantize: see ``FlashOptimizer``.
         compress_state_dict: see ``FlashOptimizer``.
         master_weight_bits: see ``FlashOptimizer``.

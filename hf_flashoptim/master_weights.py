@@ -1,13 +1,14 @@
-"""A model's weights in fp32, out of parameters and error bits, and back."""
+"""A model's weights in fp32, out of parameters and error bits, and back; error bits of another width."""
 
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from hf_flashoptim.ops.error_correction import reconstruct_master_weight, split_master_weight
-from hf_flashoptim.sharding import distribute_like, local_part, map_local
+from hf_flashoptim.ops.error_correction import compute_error_bits, reconstruct_master_weight, split_master_weight
+from hf_flashoptim.sharding import distribute_like, local_part, map_local, zeros_for
 
 if TYPE_CHECKING:
     from hf_flashoptim.optimizer import FlashOptimizer
@@ -38,6 +39,8 @@ def load_fp32_model_state_dict(optimizer: "FlashOptimizer", model: nn.Module, we
     targets = {name: own[name] for name in weights if name in own}
     if weights and not targets:
         raise ValueError(f"The model has no tensor called {sorted(weights)[0]!r}, nor any other of these names.")
+    if unknown := sorted(set(weights) - set(targets)):
+        warnings.warn(f"The model has no tensors called {unknown}; they are left out.", stacklevel=3)
     for name, target in targets.items():
         value = weights[name]
         if value.is_floating_point() and value.dtype != torch.float32:
@@ -65,3 +68,36 @@ def _parts(target: Tensor, errors: Tensor | None, value: Tensor) -> Iterator[tup
 
 def _reconstruct(narrow: Tensor, errors: Tensor) -> Tensor:
     return reconstruct_master_weight(narrow.contiguous(), errors)
+
+
+def refit_error_bits(p: Tensor, state: dict[str, Tensor], error_dtype: torch.dtype | None) -> None:
+    """Give a parameter's state the error bits it needs since its model was cast or ``master_weight_bits`` changed.
+
+    Args:
+        p: the parameter as it is now.
+        state: its state, changed in place.
+        error_dtype: int8, int16, or None for no error bits; existing ones are then dropped with a warning.
+    """
+    errors = state.pop("error_bits", None)
+    if error_dtype is not None:
+        state["error_bits"] = error_bits_of_width(p, errors, error_dtype)
+    elif errors is not None:
+        warnings.warn(
+            f"A parameter of shape {tuple(p.shape)} is {p.dtype} now, or its group has master_weight_bits=None: its error "
+            "bits are dropped. get_fp32_model_state_dict before the change gives weights that include them.",
+            stacklevel=2,
+        )
+
+
+def error_bits_of_width(p: Tensor, errors: Tensor | None, error_dtype: torch.dtype) -> Tensor:
+    """Error bits of a 16-bit parameter as int8 or int16, from those of either width; zeros from None."""
+    if errors is None:
+        return zeros_for(p, error_dtype)
+    if errors.dtype == error_dtype:
+        return errors
+    return map_local(p, lambda n, e: _convert_error_bits(n, e, error_dtype), p.detach(), errors)
+
+
+def _convert_error_bits(narrow: Tensor, errors: Tensor, error_dtype: torch.dtype) -> Tensor:
+    narrow = narrow.contiguous()
+    return compute_error_bits(reconstruct_master_weight(narrow, errors), narrow, error_dtype)

@@ -28,7 +28,7 @@ DEFAULT_MASTER_WEIGHT_BITS = DefaultBits(24)
 
 def decay_factor(group: dict[str, Any]) -> float:
     """What a group's learning rate is multiplied by to give the weight decay of a step."""
-    return group["weight_decay"] / float(group["initial_lr"]) if group["decouple_lr"] else float(group["weight_decay"])
+    return group["weight_decay"] / group["reference_lr"] if group["decouple_lr"] else float(group["weight_decay"])
 
 
 @dataclass
@@ -130,7 +130,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             if not valid:
                 wanted = "one of None, 24, 32" if name == "master_weight_bits" else "0 or more"
                 raise ValueError(f"{name}={group[name]!r} is not valid; it must be {wanted}.")
-        if group["decouple_lr"] and not group.get("initial_lr", group["lr"]) > 0:
+        if group["decouple_lr"] and not group["reference_lr"] > 0:
             raise ValueError("decouple_lr=True divides by the initial learning rate; construct with lr above 0.")
 
     def step_batch(self, batch: Batch, group: dict[str, Any], lr: Tensor) -> None:
@@ -150,6 +150,8 @@ class FlashOptimizer(torch.optim.Optimizer):
         """Add a group, checking its hyperparameters and dtypes; see ``torch.optim.Optimizer.add_param_group``."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        # A key of our own: schedulers write `initial_lr`, and take it for the rate wherever they find it.
+        group.setdefault("reference_lr", float(group.get("initial_lr", group["lr"])))
         try:
             self.check_group(group)
             for p in group["params"]:
@@ -162,8 +164,6 @@ class FlashOptimizer(torch.optim.Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        # In every group, never in the defaults: else schedulers replace a group's own learning rate by the global one.
-        group.setdefault("initial_lr", float(group["lr"]))
         self._had_matrices |= any(p.ndim >= 2 for p in group["params"])
 
     def is_quantized(self, p: Tensor, group: dict[str, Any]) -> bool:
@@ -213,6 +213,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            self._check_gradients(group["params"])  # of all before any is stepped
+        for group in self.param_groups:
             self._step_params(group["params"], group)
         return loss
 
@@ -224,7 +226,7 @@ class FlashOptimizer(torch.optim.Optimizer):
             p: a parameter of this optimizer.
             group: its group; looked up if None.
         """
-        self._step_params([p], self.group_of(p) if group is None else group)
+        self.step_params([p], self.group_of(p) if group is None else group)
 
     @torch.no_grad()
     def step_params(self, params: Iterable[Tensor], group: dict[str, Any]) -> None:
@@ -234,6 +236,8 @@ class FlashOptimizer(torch.optim.Optimizer):
             params: parameters of one group of this optimizer.
             group: this group.
         """
+        params = list(params)
+        self._check_gradients(params)
         self._step_params(params, group)
 
     def group_of(self, p: Tensor) -> dict[str, Any]:
@@ -254,7 +258,6 @@ class FlashOptimizer(torch.optim.Optimizer):
             grad = p.grad
             if grad is None:
                 continue
-            self._check_gradient(p, grad)
             state = self.ensure_state(p, group)
             if self._check_numerics:
                 self._check_learning_rate(p, group)
@@ -291,6 +294,11 @@ class FlashOptimizer(torch.optim.Optimizer):
             state = {**self.initial_state(p, group), **state}
             if state:  # SGD without momentum may keep none
                 self.state[p] = state
+        errors = state.get("error_bits")
+        wanted = self.error_dtype(p, group)
+        if (None if errors is None else errors.dtype) != wanted:
+            master_weights.refit_error_bits(p, state, wanted)
+            self.state[p] = state
         return state
 
     def _lacks_a_moment(self, state: dict[str, Tensor], group: dict[str, Any]) -> bool:
@@ -307,13 +315,15 @@ class FlashOptimizer(torch.optim.Optimizer):
             )
 
     @staticmethod
-    def _check_gradient(p: Tensor, grad: Tensor) -> None:
-        if grad.layout != torch.strided or grad.is_complex():
-            kind = "complex" if grad.is_complex() else "sparse"
-            raise ValueError(
-                f"The gradient of a parameter of shape {tuple(p.shape)} is {kind}; compressed optimizers take dense, "
-                "real gradients. Make it dense (for embeddings, sparse=False)."
-            )
+    def _check_gradients(params: Iterable[Tensor]) -> None:
+        for p in params:
+            grad = p.grad
+            if grad is not None and (grad.layout != torch.strided or grad.is_complex()):
+                kind = "complex" if grad.is_complex() else "sparse"
+                raise ValueError(
+                    f"The gradient of a parameter of shape {tuple(p.shape)} is {kind}; compressed optimizers take dense, "
+                    "real gradients. Make it dense (for embeddings, sparse=False)."
+                )
 
     def _check_learning_rate(self, p: Tensor, group: dict[str, Any]) -> None:
         if id(p) not in self._largest:

@@ -1,12 +1,15 @@
 """Casting a model to 16 bits, master weights by hand, and whether a learning rate can change weights of a dtype."""
 
+import copy
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_flashoptim.ops.error_correction import compute_error_bits, reconstruct_master_weight
 
@@ -47,10 +50,11 @@ def check_learning_rate(p: Tensor, step: float, largest: float, master_weight_bi
     mantissa = min(_MANTISSA_BITS[p.dtype] + extra, 23)
     needed = 2.0 ** (math.floor(math.log2(largest)) - mantissa - 1)
     if step <= needed:
+        more_bits = "" if p.dtype == torch.float32 or master_weight_bits == 32 else "set master_weight_bits=32, "
         raise NumericsError(
             f"Updates of about {step:.3g} do not change weights of magnitude {largest:.3g} in a parameter of shape "
             f"{tuple(p.shape)} and dtype {p.dtype} with master_weight_bits={master_weight_bits}: they must exceed "
-            f"{needed:.3g}. Raise the learning rate, set master_weight_bits=32, or check_numerics=False."
+            f"{needed:.3g}. Raise the learning rate, {more_bits}or set check_numerics=False."
         )
 
 
@@ -105,7 +109,7 @@ def cast_model(
     full_precision_layers: Sequence[str | nn.Module] | None = None,
     full_precision_recast_layers: Sequence[str | nn.Module] | None = None,
 ) -> None:
-    """Cast floating parameters and buffers in place; tied tensors stay tied.
+    """Cast floating parameters and buffers in place; tensors that share memory go on sharing it.
 
     Layers kept in fp32 by name or reference cast their floating inputs to fp32 themselves.
 
@@ -126,23 +130,42 @@ def cast_model(
     if selective:
         kept_modules.update(m for m in model.modules() if isinstance(m, NORMS_WITH_STATISTICS))
     kept = {id(t) for module in kept_modules for t in _own_tensors(module)}
-    cast: dict[int, Tensor] = {}
-    for module in model.modules():
-        for tensor in _own_tensors(module):
-            if id(tensor) in kept or not tensor.is_floating_point():
-                continue
-            # Tensors that share memory without being the same object stay shared too.
-            place = tensor.data_ptr() or id(tensor)
-            tensor.data = cast.setdefault(place, tensor.data.to(dtype))
+    tensors = {id(t): t for module in model.modules() for t in _own_tensors(module) if t.is_floating_point()}
+    sharing: dict[object, list[Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key not in kept:
+            sharing.setdefault(_memory_of(tensor), []).append(tensor)
+    for group in sharing.values():
+        _cast_together(group, dtype)
     for module in dict.fromkeys((*keep, *recast)):
-        if getattr(module, "_flashoptim_casts_inputs", False):
-            continue
-        module._flashoptim_casts_inputs = True
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: _cast_floating((args, kwargs), torch.float32), with_kwargs=True
-        )
-        if module in recast:
-            module.register_forward_hook(lambda _, __, output: _cast_floating(output, dtype))
+        if not getattr(module, "_flashoptim_casts_inputs", False):
+            module._flashoptim_casts_inputs = True
+            module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        if module in recast and not getattr(module, "_flashoptim_casts_outputs", False):
+            module._flashoptim_casts_outputs = True
+            module.register_forward_hook(partial(_cast_output, dtype))
+
+
+def _memory_of(tensor: Tensor) -> object:
+    """The same for tensors that share memory, and for no others; without memory of its own, the tensor itself."""
+    own = tensor.data
+    if isinstance(own, DTensor) or own.is_meta or not own.numel():
+        return id(tensor)
+    return own.untyped_storage().data_ptr(), own.dtype
+
+
+def _cast_together(tensors: list[Tensor], dtype: torch.dtype) -> None:
+    """Cast tensors that share memory; those of several views become the same views of the memory cast as a whole."""
+    first = tensors[0].data
+    views = {(t.shape, t.stride(), t.storage_offset()) for t in tensors}
+    if len(views) == 1:
+        cast = first.to(dtype)
+        for tensor in tensors:
+            tensor.data = cast
+        return
+    whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage()).to(dtype)
+    for tensor in tensors:
+        tensor.data = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _matching(model: nn.Module, specs: Sequence[str | nn.Module]) -> list[nn.Module]:
@@ -165,12 +188,25 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
+def _cast_inputs(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return _cast_floating((args, kwargs), torch.float32)
+
+
+def _cast_output(dtype: torch.dtype, _: nn.Module, __: tuple, output: Any) -> Any:
+    return _cast_floating(output, dtype)
+
+
 def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating tensors of nested tuples, lists and dicts."""
+    """Cast the floating tensors of nested tuples, lists and dicts, transformers' `ModelOutput` among them."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _cast_floating(item, dtype) for key, item in value.items()}
+        cast = copy.copy(value)
+        for key, item in value.items():
+            cast[key] = _cast_floating(item, dtype)
+        return cast
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
+        return type(value)(*(_cast_floating(item, dtype) for item in value))
     if type(value) in (tuple, list):
         return type(value)(_cast_floating(item, dtype) for item in value)
     return value

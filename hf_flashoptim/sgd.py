@@ -119,7 +119,7 @@ class FlashSGDW(FlashSGD):
         dampening: as in ``FlashSGD``.
         weight_decay: weights shrink by ``lr * weight_decay`` of themselves a step.
         nesterov: as in ``FlashSGD``.
-        decouple_lr: weights shrink by ``weight_decay * lr / initial_lr`` instead.
+        decouple_lr: weights shrink by ``weight_decay * lr / reference_lr`` instead, see ``FlashAdamW``.
         quantize: see ``FlashOptimizer``.
         compress_state_dict: see ``FlashOptimizer``.
         master_weight_bits: see ``FlashOptimizer``.

@@ -1,18 +1,16 @@
-"""FlashOptim inside transformers' Trainer: ``optim="flash_adamw"`` and its siblings, gradient release, and monitoring.
+"""FlashOptim inside transformers' Trainer: ``optim="flash_adamw"`` and its siblings, and gradient release.
 
 Everything of ``TrainingArguments.optim_args`` is read here: a comma-separated list of ``key=value``, where keys are
 the keyword arguments of the optimizer (``betas`` as ``beta1`` and ``beta2``) and those of ``TrainerOptions``.
 """
 
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 import transformers.trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,9 +19,8 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS, OptimizerContext
 from transformers.training_args import OptimizerNames, ParallelMode
 
 from hf_flashoptim.adam import FlashAdam, FlashAdamW
-from hf_flashoptim.diagnostics import CompressionError, compression_report
 from hf_flashoptim.enum_member import add_str_enum_member
-from hf_flashoptim.gradient_release import CLIP_MODES, enable_gradient_release
+from hf_flashoptim.gradient_release import CLIP_MODES, enable_gradient_release, unwrap
 from hf_flashoptim.lion import FlashLion
 from hf_flashoptim.optimizer import FlashOptimizer
 from hf_flashoptim.sgd import FlashSGD, FlashSGDW
@@ -85,6 +82,11 @@ def read_optim_args(name: str, optim_args: str | None) -> tuple[dict[str, Any], 
     options = TrainerOptions(**{key: values.pop(key) for key in own if key in values})
     if options.release_clip not in CLIP_MODES:
         raise ValueError(f"release_clip={options.release_clip!r} is not valid; choose one of {CLIP_MODES}.")
+    if options.release_max_grad_norm and not options.gradient_release:
+        raise ValueError(
+            f"optim_args={optim_args!r}: release_max_grad_norm clips with gradient_release=true only; add it, or set "
+            "TrainingArguments.max_grad_norm instead."
+        )
     return values, options
 
 
@@ -148,11 +150,19 @@ def _matching(model: nn.Module | None, patterns: str) -> list[Tensor]:
                 matches.append(p)
         if not matches:
             raise ValueError(
-                f"optim_args: exempt={pattern!r} matches no parameter. Patterns match full dotted names: use "
-                f"'*.{pattern}' for a nested one."
+                f"optim_args: exempt={pattern!r} matches no parameter. Patterns match full dotted names, such as "
+                f"{', '.join(repr(name) for name, _ in list(model.named_parameters())[-3:])}; '*' matches anything."
+            )
+        if not any(p.requires_grad for p in matches):
+            warnings.warn(
+                f"optim_args: exempt={pattern!r} matches frozen parameters only, so it changes nothing.", stacklevel=2
             )
         found.update(dict.fromkeys(matches))
     return list(found)
+
+
+def _new(cls: type[FlashOptimizer]) -> FlashOptimizer:
+    return cls.__new__(cls)
 
 
 def exempting(cls: type[FlashOptimizer], exempt: Iterable[Tensor]) -> type[FlashOptimizer]:
@@ -172,15 +182,12 @@ def exempting(cls: type[FlashOptimizer], exempt: Iterable[Tensor]) -> type[Flash
                     own.append({**group, "params": apart, "quantize": False, "master_weight_bits": bits})
             super().__init__([*rest, *own], **kwargs)
 
+        def __reduce__(self) -> tuple[Any, ...]:
+            # The groups say all: a copy or a pickle is an optimizer of the class itself.
+            return _new, (cls,), self.__getstate__()
+
     Exempting.__name__ = Exempting.__qualname__ = cls.__name__
     return Exempting
-
-
-def unwrap(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrappers."""
-    while not isinstance(optimizer, FlashOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 class GradientReleaseCallback(TrainerCallback):
@@ -213,7 +220,7 @@ class GradientReleaseCallback(TrainerCallback):
         self.on_train_end(args, state, control)
         if args.optim not in OPTIMIZERS:
             return
-        options = read_optim_args(str(args.optim.value), args.optim_args)[1]
+        options = read_optim_args(_name(args), args.optim_args)[1]
         if not options.gradient_release:
             return
         refuse_what_needs_all_gradients(args, model)
@@ -232,6 +239,11 @@ class GradientReleaseCallback(TrainerCallback):
             self._handle = None
 
 
+def _name(args: TrainingArguments) -> str:
+    """The optimizer's name; `TrainingArguments` has a member of its enum, unless it was set afterwards."""
+    return str(OptimizerNames(args.optim).value)
+
+
 def refuse_deepspeed(args: TrainingArguments) -> None:
     """Raise when DeepSpeed is to drive a compressed optimizer, or to put one of its own in its place.
 
@@ -241,7 +253,7 @@ def refuse_deepspeed(args: TrainingArguments) -> None:
     # accelerate's launcher sets only the second one, in the Trainer's constructor.
     if args.deepspeed or getattr(args, "hf_deepspeed_config", None):
         raise ValueError(
-            f"optim={str(args.optim.value)!r} cannot work with DeepSpeed, which flattens parameters: without rows, "
+            f"optim={_name(args)!r} cannot work with DeepSpeed, which flattens parameters: without rows, "
             "moments cannot be quantized. Use DDP, or FSDP2 (fsdp_version: 2), or one of DeepSpeed's optimizers."
         )
 
@@ -285,111 +297,6 @@ def refuse_what_needs_all_gradients(args: TrainingArguments, model: nn.Module) -
     for applies, reason in refusals:
         if applies:
             raise ValueError(f"Gradient release cannot work with {reason}")
-
-
-class FlashMonitorCallback(TrainerCallback):
-    """Logs what compression costs, at every logging step, and warns of layers that it does not suit.
-
-    Adds to the logs (also ``trainer.state.log_history``): ``flash_step_ms``, time of the optimizer's step;
-    ``flash_peak_memory_gib``, of the GPU or, on a CPU, of the process; ``flash_nmse_<moment>``, the mean over
-    parameters of ``CompressionError.nmse``; ``flash_lost_updates``, mean share of updates that round to nothing.
-
-    Args:
-        nmse_threshold: parameters with a larger error in a moment are warned of, once each.
-        lost_threshold: as for the share of lost updates.
-    """
-
-    def __init__(self, nmse_threshold: float = 1e-2, lost_threshold: float = 0.5) -> None:
-        self._thresholds = (nmse_threshold, lost_threshold)
-        self._metrics: dict[str, float] = {}
-        self._warned: set[str] = set()
-        self._started = 0.0
-
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Measure, if this step will be logged, before anything moves."""
-        optimizer = unwrap(optimizer)
-        if isinstance(optimizer, FlashOptimizer) and self._is_logged(args, state):
-            if optimizer.gradient_release is not None:
-                self._warn_once("", "With gradient release, compression errors are not measured: gradients are gone.")
-            else:
-                self._measure(compression_report(optimizer, model))
-        _synchronize()
-        self._started = time.perf_counter()
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Take the time of the step."""
-        _synchronize()
-        self._metrics["flash_step_ms"] = round((time.perf_counter() - self._started) * 1e3, 3)
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Add the measurements to training logs."""
-        if logs is None or "loss" not in logs or not self._metrics:
-            return
-        self._metrics["flash_peak_memory_gib"] = round(_peak_memory() / 2**30, 3)
-        logs.update(self._metrics)
-        state.log_history[-1].update(self._metrics)
-
-    @staticmethod
-    def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
-        step = state.global_step + 1
-        return step % max(1, int(state.logging_steps or 1)) == 0 or (step == 1 and args.logging_first_step)
-
-    def _measure(self, report: dict[str, CompressionError]) -> None:
-        errors: dict[str, list[float]] = {}
-        nmse_threshold, lost_threshold = self._thresholds
-        for name, error in report.items():
-            for moment, nmse in error.nmse.items():
-                errors.setdefault(f"flash_nmse_{moment}", []).append(nmse)
-                if nmse > nmse_threshold:
-                    self._warn_once(
-                        name,
-                        f"{name} is sensitive to quantization: the NMSE of its {moment} is {nmse:.2g}. Keep it out of "
-                        f"compression with optim_args='exempt={name}'.",
-                    )
-            errors.setdefault("flash_lost_updates", []).append(error.lost_updates)
-            if error.lost_updates > lost_threshold:
-                self._warn_once(
-                    f"{name} lost",
-                    f"{error.lost_updates:.0%} of the updates of {name} round to nothing. Raise the learning rate, or "
-                    f"set optim_args='master_weight_bits=32' (or 'exempt={name}').",
-                )
-        self._metrics = {key: sum(values) / len(values) for key, values in errors.items()}
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, stacklevel=2)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _peak_memory() -> float:
-    """Bytes."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def register_optimizers() -> None:

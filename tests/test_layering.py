@@ -26,7 +26,7 @@ INTEGRATION = {
         "cli",
     }
     | {"adapter_file", "adapter_report", "estimate", "merge_plan", "publish", "skeleton", "tensor_file"},
-    "hf_flashoptim": {"__init__", "trainer"},
+    "hf_flashoptim": {"__init__", "trainer", "monitor"},
 }
 SOURCES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 

@@ -150,7 +150,32 @@ def test_an_untouched_learning_rate_group_gets_its_initial_rate_from_torch():
     other = torch.optim.AdamW(model.parameters(), lr=3e-4)
     optimizer = FlashAdamW(model.parameters(), lr=1e-2)
     optimizer.load_state_dict(other.state_dict())
-    assert optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["initial_lr"] == 3e-4
+    assert optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["reference_lr"] == 3e-4
+
+
+def test_loading_shares_no_learning_rate_with_what_was_loaded():
+    model = small_model()
+    first, second = (FlashAdamW(model.parameters(), lr=torch.tensor(1e-3)) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    second.param_groups[0]["lr"].fill_(0.5)
+    assert float(first.param_groups[0]["lr"]) == pytest.approx(1e-3)
+
+
+def test_error_bits_that_find_no_place_are_dropped_with_a_warning():
+    model = small_model().bfloat16()
+    optimizer = FlashAdamW(model.parameters())
+    train(model, optimizer, range(2))
+    wide = copy.deepcopy(model).float()
+    with pytest.warns(UserWarning, match="get_fp32_model_state_dict"):
+        FlashAdamW(wide.parameters()).load_state_dict(optimizer.state_dict())
+
+
+def test_unknown_names_among_fp32_weights_are_named():
+    model = small_model().bfloat16()
+    optimizer = FlashAdamW(model.parameters())
+    weights = optimizer.get_fp32_model_state_dict(model)
+    with pytest.warns(UserWarning, match="module.stranger"):
+        optimizer.set_fp32_model_state_dict(model, weights | {"module.stranger": torch.zeros(2)})
 
 
 def test_going_through_torch_and_back_drops_error_bits_with_a_warning():

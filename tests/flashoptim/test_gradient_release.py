@@ -1,5 +1,6 @@
 """Gradient release steps like the ordinary step, frees gradients, and refuses what it cannot do."""
 
+import copy
 import threading
 
 import pytest
@@ -425,3 +426,20 @@ def test_what_cannot_work_is_refused():
         enable_gradient_release(model, optimizer)
     handle.remove()
     enable_gradient_release(model, optimizer)
+
+
+def test_a_model_whose_parameters_the_optimizer_does_not_have_is_refused():
+    model = small_model()
+    optimizer = FlashAdamW(model.parameters())
+    with pytest.raises(ValueError, match="No trainable parameter of this model belongs to the optimizer"):
+        enable_gradient_release(copy.deepcopy(model), optimizer)
+
+
+def test_removing_an_old_handle_again_leaves_the_new_one_on():
+    model = small_model()
+    optimizer = FlashAdamW(model.parameters())
+    old = enable_gradient_release(model, optimizer)
+    old.remove()
+    new = enable_gradient_release(model, optimizer)
+    old.remove()
+    assert optimizer.gradient_release is new

@@ -71,10 +71,85 @@ def test_decoupled_learning_rate_scales_decay_by_the_schedule_only(cls):
 def test_every_group_starts_its_schedule_from_its_own_rate():
     first, second = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
     optimizer = FlashAdamW([{"params": [first]}, {"params": [second], "lr": 5e-4}], lr=1e-2)
-    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 5e-4]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     assert scheduler.base_lrs == [1e-2, 5e-4]
-    assert "initial_lr" not in optimizer.defaults
+
+
+def test_a_rate_set_before_the_schedule_is_what_it_starts_from():
+    optimizer = FlashAdamW([nn.Parameter(torch.zeros(2, 2))], lr=1e-3)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+
+
+def test_decoupled_decay_at_the_rate_of_the_construction_is_weight_decay_under_a_schedule_with_another_start():
+    p = nn.Parameter(torch.ones(4, 64))
+    optimizer = FlashAdamW([p], lr=1e-3, weight_decay=1e-2, decouple_lr=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+    p.grad = torch.zeros_like(p)
+    rates = []
+    for _ in range(9):
+        before = p.detach().clone()
+        optimizer.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        # A difference of numbers near 1 has an error of 2^-24.
+        torch.testing.assert_close(
+            1 - p / before, torch.full_like(p, 1e-2 * rates[-1] / 1e-3), rtol=1e-3, atol=2.0**-23
+        )
+        schedule.step()
+    assert max(rates) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+def test_a_model_cast_on_the_way_gets_error_bits(bits):
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = FlashAdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+    optimizer.param_groups[0]["master_weight_bits"] = bits
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    model.bfloat16()
+    start = model.weight.detach().float()
+    for _ in range(50):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    assert optimizer.state[model.weight]["error_bits"].dtype == {24: torch.int8, 32: torch.int16}[bits]
+    # A bf16 weight of 0.1 alone is 2^-11 from the next one and would stay where it is. With 24 bits that becomes 2^-19,
+    # and a step of 1e-5 is rounded to multiples of it.
+    moved = start - optimizer.get_fp32_model_state_dict(model)["weight"]
+    assert moved.mean().item() == pytest.approx(50 * 1e-5, rel=2.0**-20 / 1e-5)
+
+
+def test_a_model_cast_back_to_fp32_drops_its_error_bits_with_a_warning_and_steps_on():
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-3)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    model.float()
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.warns(UserWarning, match="its error bits are dropped"):
+        optimizer.step()
+    assert "error_bits" not in optimizer.state[model.weight]
+
+
+def test_another_width_of_master_weights_keeps_what_error_bits_hold():
+    model = nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = FlashAdamW(model.parameters(), lr=1e-4)
+    model.weight.grad = torch.randn_like(model.weight)
+    optimizer.step()
+    before = optimizer.get_fp32_model_state_dict(model)["weight"]
+    optimizer.param_groups[0].update(master_weight_bits=32, lr=0.0)
+    optimizer.step()
+    assert optimizer.state[model.weight]["error_bits"].dtype == torch.int16
+    assert torch.equal(optimizer.get_fp32_model_state_dict(model)["weight"], before)
+
+
+def test_a_refused_gradient_is_refused_before_any_parameter_is_stepped():
+    first, second = nn.Parameter(torch.ones(4, 32)), nn.Parameter(torch.ones(4, 32))
+    optimizer = FlashAdamW([{"params": [first]}, {"params": [second]}])
+    first.grad, second.grad = torch.ones_like(first), torch.ones(4, 32).to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones_like(first)) and not optimizer.state
 
 
 @EACH

@@ -1,5 +1,7 @@
 """Casting models, and error bits by hand."""
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -89,3 +91,51 @@ def test_error_bits_by_hand(dtype, bytewidth, error_dtype, bound):
 def test_error_bits_of_the_wrong_kind_are_refused(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_a_tied_parameter_behind_other_layers_keeps_its_own_values(width):
+    """Memory that casting the first layer has freed may be taken by a later copy, whose address then says nothing."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Embedding(width, width), nn.Linear(width, width, bias=False))
+    model[2].weight = model[1].weight
+    expected = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    cast_model(model)
+    assert model[2].weight is model[1].weight
+    for name, p in model.named_parameters():
+        assert torch.equal(p, expected[name]), name
+
+
+def test_different_views_of_one_memory_stay_views_of_one_memory():
+    memory = torch.randn(8, 4)
+    model = nn.Module()
+    model.whole, model.part, model.turned = (nn.Parameter(view) for view in (memory, memory[2:5, 1:], memory.t()))
+    cast_model(model)
+    for view, expected in ((model.whole, memory), (model.part, memory[2:5, 1:]), (model.turned, memory.t())):
+        assert torch.equal(view, expected.bfloat16())
+    model.whole.data.zero_()
+    assert not model.part.any() and not model.turned.any()
+
+
+def test_a_layer_that_returns_a_model_output_casts_it_as_one():
+    from tests.flashoptim.llama import tiny_llama
+
+    model = tiny_llama()
+    cast_model(model, full_precision_recast_layers=["model"])
+    assert model(torch.arange(8)[None]).logits.dtype == torch.bfloat16
+
+
+def test_cast_models_pickle():
+    model = Net()
+    cast_model(model, full_precision_recast_layers=["body.0"], full_precision_layers=["head"])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    x = torch.randn(4, 4, dtype=torch.bfloat16)
+    assert torch.equal(torch.load(file, weights_only=False)(x), model(x))
+
+
+def test_a_layer_may_be_told_later_to_cast_its_output_back():
+    model = Net()
+    cast_model(model, full_precision_layers=["body.0"], selective=False)
+    cast_model(model, full_precision_recast_layers=["body.0"], selective=False)
+    assert model(torch.randn(4, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader
 
 from hf_flashoptim import FlashAdamW, FlashLion, FlashSGD
-from hf_flashoptim.trainer import unwrap
+from hf_flashoptim.gradient_release import unwrap
 from tests.flashoptim.llama import single_thread, tiny_llama  # noqa: F401
 from tests.flashoptim.models import assert_bit_equal, mixed_model, set_gradients, small_model, tensors_of, train
 from tests.hub_client import HubClient

@@ -14,7 +14,8 @@ from transformers import HfArgumentParser, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_flashoptim import FlashAdamW, FlashMonitorCallback, FlashOptimizer, cast_model, register_optimizers
-from hf_flashoptim.trainer import OPTIMIZERS, read_optim_args, unwrap
+from hf_flashoptim.gradient_release import unwrap
+from hf_flashoptim.trainer import OPTIMIZERS, read_optim_args
 from tests.flashoptim.llama import arguments, losses, make_trainer, rates, single_thread, tiny_llama  # noqa: F401
 from tests.flashoptim.models import assert_bit_equal
 
@@ -87,7 +88,7 @@ def test_groups_decay_as_trainer_makes_them_and_start_their_schedules(tmp_path):
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
     assert all("norm" in names[p] for p in plain["params"])
     assert not any("norm" in names[p] for p in decayed["params"])
-    assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-6 and decayed["initial_lr"] == 1e-2
+    assert decayed["betas"] == (0.9, 0.95) and decayed["eps"] == 1e-6 and decayed["reference_lr"] == 1e-2
 
 
 def test_optim_args_reach_every_keyword_with_its_type(tmp_path):
@@ -323,3 +324,42 @@ def test_sensitive_layers_kept_in_fp32_by_cast_model_train(tmp_path):
     trainer.train()
     assert "error_bits" not in optimizer_of(trainer).state[model.lm_head.weight]
     assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+def test_monitoring_measures_once_an_epoch_where_that_is_how_logs_are_written(tmp_path):
+    trainer = make_trainer(tmp_path, logging_strategy="epoch", max_steps=-1, num_train_epochs=3)
+    trainer.add_callback(FlashMonitorCallback())
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 3 and all(entry["flash_nmse_exp_avg"] < 0.01 for entry in logged)
+    assert all(entry["flash_lost_updates"] < 0.1 for entry in logged)
+
+
+def test_a_name_set_after_construction_trains(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.args.optim = "flash_adamw"
+    trainer.train()
+    assert type(optimizer_of(trainer)) is FlashAdamW
+
+
+def test_an_optimizer_with_exempt_layers_copies_and_pickles(tmp_path):
+    trainer = make_trainer(tmp_path, dtype=torch.bfloat16, optim_args="exempt=*lm_head*", max_steps=2)
+    trainer.train()
+    optimizer = pickle.loads(pickle.dumps(optimizer_of(trainer)))
+    assert type(optimizer) is FlashAdamW
+    for group, own in zip(optimizer.param_groups, optimizer_of(trainer).param_groups, strict=True):
+        assert group["quantize"] == own["quantize"] and group["master_weight_bits"] == own["master_weight_bits"]
+
+
+def test_a_pattern_that_matches_nothing_or_nothing_trained_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"'\*.lm_head.\*' matches no parameter.*'lm_head.weight'"):
+        make_trainer(tmp_path, optim_args="exempt=*.lm_head.*").train()
+    model = tiny_llama()
+    model.lm_head.requires_grad_(False)
+    with pytest.warns(UserWarning, match="exempt='lm_head' matches frozen parameters only"):
+        make_trainer(tmp_path, model=model, optim_args="exempt=lm_head", max_steps=1).train()
+
+
+def test_clipping_of_released_gradients_without_release_is_refused():
+    with pytest.raises(ValueError, match="release_max_grad_norm clips with gradient_release=true only"):
+        read_optim_args("flash_adamw", "release_max_grad_norm=1.0")
