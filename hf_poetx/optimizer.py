@@ -102,7 +102,12 @@ def create_poetx_optimizer(
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return optimizer_cls(add_skew_groups(groups, model, lr), lr=lr, **options)
+    optimizer = optimizer_cls(add_skew_groups(groups, model, lr), lr=lr, **options)
+    if "initial_lr" not in optimizer.defaults:
+        # Else a scheduler would undo a rate that is set before it is made.
+        for group in optimizer.param_groups:
+            group.pop("initial_lr", None)
+    return optimizer
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
