@@ -3,13 +3,15 @@
     python benchmarks/bench_pretraining_60m.py --corpus corpus.jsonl.xz --prepare tokens.pt
     python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 flash_adamw=1e-3 poetx=4e-3
     python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 poetx=4e-3 --compile
+    python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs poetx=1e-2:0.125
     python benchmarks/bench_pretraining_60m.py --plot
 
 The corpus is JSON lines, `{"source": ..., "text": ...}`; documents are shuffled, and held out by source. AdamW trains
 fp32 weights under bf16 autocast, as is usual; FlashAdamW bf16 weights with 24-bit masters; POET-X (fast, block 256, a
 merge every 100 steps) bf16 weights with FlashAdamW on everything that it trains, from rows of W normalized or, as
 `poetx_keep`, left as they are. With --compile, TrainingArguments(torch_compile=True).
-Runs are added to those that the output folder holds.
+A run is a method and its learning rate, for POET-X also its `poet_scale` (0.5 where none is given). Runs are added to
+those that the output folder holds.
 """
 
 import argparse
@@ -125,12 +127,18 @@ def held_out_losses(model: nn.Module, splits: dict[str, Tensor]) -> dict[str, fl
     return losses
 
 
-def run(method: str, rate: float, compiled: bool, tokens: dict) -> dict:
+def settings_of(record: dict) -> tuple:
+    """What tells one run from another."""
+    return record["method"], record["learning_rate"], record.get("poet_scale", 0.5), record["compiled"]
+
+
+def run(method: str, rate: float, poet_scale: float, compiled: bool, tokens: dict) -> dict:
     """Train one model; returns its record."""
     own = {"method": method, "learning_rate": rate, "compiled": compiled}
     model = llama(torch.float32 if method == "adamw" else torch.bfloat16)
     if method in POETX_INIT:
-        settings = {"block": 256, "memory_mode": "fast", "merge_interval": MERGE_INTERVAL}
+        own["poet_scale"] = poet_scale
+        settings = {"block": 256, "memory_mode": "fast", "merge_interval": MERGE_INTERVAL, "poet_scale": poet_scale}
         model = get_poetx_model(model, PoetXConfig(init=POETX_INIT[method], train_rest=True, **settings))
     recorder = Recorder()
     with TemporaryDirectory() as folder:
@@ -185,7 +193,9 @@ def plot(folder: Path) -> None:
         finished = [r for r in records if r["method"] == method and "held_out_loss" in r and not r["compiled"]]
         best = min(finished, key=lambda r: r["held_out_loss"])
         steps, losses = zip(*best["losses"], strict=True)
-        label = f"{method}, rate {best['learning_rate']:g}: {best['held_out_loss']:.3f} held out"
+        scale = best.get("poet_scale", 0.5)
+        rate = f"rate {best['learning_rate']:g}" + (f", poet_scale {scale:g}" if scale != 0.5 else "")
+        label = f"{method}, {rate}: {best['held_out_loss']:.3f} held out"
         (line,) = axis.plot(steps, losses, label=label)
         for merge in best["merges"]:
             axis.axvline(merge, color=line.get_color(), linewidth=0.5, linestyle=":")
@@ -212,9 +222,11 @@ def main() -> None:
     else:
         tokens, path = torch.load(arguments.tokens), arguments.output / "pretraining_60m.json"
         records = json.loads(path.read_text())["results"] if path.exists() else []
-        for method, _, rate in (name.partition("=") for name in arguments.runs):
-            own = (method, float(rate), arguments.compile)
-            records = [r for r in records if (r["method"], r["learning_rate"], r["compiled"]) != own]
+        for name in arguments.runs:
+            method, _, rates = name.partition("=")
+            rate, _, poet_scale = rates.partition(":")
+            own = (method, float(rate), float(poet_scale or 0.5), arguments.compile)
+            records = [r for r in records if settings_of(r) != own]
             records.append(run(*own, tokens) | {"commit": harness.environment()["commit"]})
             shown = {k: v for k, v in records[-1].items() if k not in ("losses", "held_out_losses")}
             print(shown, flush=True)

@@ -195,7 +195,7 @@ def pretraining_60m() -> str:
         (
             (
                 label,
-                f"{best[name]['learning_rate']:g}",
+                f"{best[name]['learning_rate']:g}" + scale_note(best[name]),
                 f"{best[name]['held_out_loss']:.2f}",
                 f"{best[name]['tokens_per_second']:,}",
                 f"{best[name]['peak_gib']:.1f}",
@@ -203,6 +203,12 @@ def pretraining_60m() -> str:
             for name, label in labels.items()
         ),
     )
+
+
+def scale_note(record: dict[str, Any]) -> str:
+    """A run's `poet_scale` where it is not the default."""
+    scale = record.get("poet_scale", 0.5)
+    return "" if scale == 0.5 else f", poet_scale {scale:g}"
 
 
 def losses_by(study: str, field: str, label: str) -> str:
