@@ -208,6 +208,9 @@ class PoetXModel(BaseTuner):
                 layer.check_finite(name)
 
     def delete_adapter(self, adapter_name: str) -> None:
+        """As any tuner's; after periodic merges the weights that stay are not the original ones."""
+        if adapter_name in self.peft_config:
+            self._warn_of_absorbed_merges("delete_adapter()")
         super().delete_adapter(adapter_name)
         del self.poetx_step[adapter_name]
 
@@ -237,13 +240,16 @@ class PoetXModel(BaseTuner):
 
     def unload(self) -> nn.Module:
         """The base model without adapters; after periodic merges its weights are not the original ones."""
+        self._warn_of_absorbed_merges("unload()")
+        return super().unload()
+
+    def _warn_of_absorbed_merges(self, method: str) -> None:
         if any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model)):
             warnings.warn(
-                "unload() returns base weights that have absorbed earlier merges, without the transforms trained since; "
+                f"{method} leaves base weights that have absorbed earlier merges, without the transforms trained since; "
                 "merge_and_unload() returns the trained model",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return super().unload()
 
     def _enable_peft_forward_hooks(
         self, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any

@@ -331,11 +331,13 @@ def test_unload_gives_the_base_model_back():
     assert tensors_equal(dict(plain.state_dict()), dict(reference.state_dict()))
 
 
-def test_unload_after_periodic_merges_warns():
+@pytest.mark.parametrize("method", ["unload", "delete_adapter"])
+def test_going_back_to_the_base_after_periodic_merges_warns(method):
     model = trained_poetx(merge_interval=2)
     merge_then_reinitialize(model)
-    with pytest.warns(UserWarning, match="absorbed earlier merges"):
-        model.unload()
+    arguments = {"unload": (), "delete_adapter": ("default",)}[method]
+    with pytest.warns(UserWarning, match=rf"{method}\(\) leaves base weights that have absorbed earlier merges"):
+        getattr(model, method)(*arguments)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
