@@ -50,7 +50,7 @@ def measure_layers(adapter: AdapterFile, base: str | Path | None = None) -> list
 def _norm_and_drift(weight: LayerWeight, merges: int) -> tuple[float | None, float | None]:
     effective = weight.effective().float()
     start_norm, spectrum = (
-        weight.adapter.part(weight.layer, part) for part in ("poetx_start_norm", "poetx_start_spectrum")
+        weight.adapter.part(weight.layer, part) for part in ("poetx_start_frobenius", "poetx_start_spectrum")
     )
     norm = None if start_norm is None else effective.norm().item() / float(start_norm)
     with full_precision(effective.device):

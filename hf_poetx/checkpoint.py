@@ -157,7 +157,7 @@ def restore_base(
 
     Raises:
         ValueError: if the file belongs to other settings or another base model, lacks tensors, or holds base tensors
-            that other adapters of the model lean on. Nothing is changed then.
+            that other adapters of the model lean on or that hold a merged adapter. Nothing is changed then.
     """
     layers = _of_adapter(model, adapter_name)
     state_dict = _named_as_in_model(state_dict, any(name.startswith(_PEFT_PREFIX) for name in layers))
@@ -173,6 +173,11 @@ def restore_base(
             "damaged, belongs to another model, or was written by something that saves a part of them only"
         )
     _check_other_adapters(layers, adapter_name, contents)
+    if contents and (merged := [name for name, layer in layers.items() if layer.merged]):
+        raise ValueError(
+            f"the adapter file holds base tensors, and the base weight of {merged[0]!r} holds a merged adapter; call "
+            "unmerge_adapter() before loading"
+        )
     if not contents & (BASE_WEIGHTS | WHOLE_BASE):
         _check_not_merged(layers, adapter_name)
     if not _covers_base(model, expected):

@@ -72,6 +72,7 @@ class PoetXLayer(BaseTunerLayer):
     last block ``[1, rest (rest - 1) / 2]``; a side of a single column has none.
     """
 
+    # PEFT takes every module whose name ends with a name in `modules_to_save` for one of them: no "norm" at an end here.
     adapter_layer_names = ("poetx_skew_in", "poetx_skew_in_tail", "poetx_skew_out", "poetx_skew_out_tail")
     buffer_names = (
         "poetx_permutation_in",
@@ -79,7 +80,7 @@ class PoetXLayer(BaseTunerLayer):
         "poetx_merge_count",
         "poetx_settings",
         "poetx_fingerprint",
-        "poetx_start_norm",
+        "poetx_start_frobenius",
         "poetx_start_spectrum",
         "poetx_error_bits",
     )
@@ -151,7 +152,7 @@ class PoetXLayer(BaseTunerLayer):
 
     def _record_start(self, adapter_name: str, config: PoetXConfig) -> None:
         weight = full_tensor(self.get_base_layer().weight).detach().float()
-        self.poetx_start_norm[adapter_name] = frobenius_norm(weight)
+        self.poetx_start_frobenius[adapter_name] = frobenius_norm(weight)
         if config.track_spectrum:
             self.poetx_start_spectrum[adapter_name] = torch.linalg.svdvals(weight)
         if config.base_error_bits:
@@ -222,6 +223,11 @@ class PoetXLayer(BaseTunerLayer):
         weight = full_tensor(self.get_base_weight())
         # While merged the weight is another than the one that the bits belong to.
         if adapter_name in self.poetx_error_bits and not self.merged:
+            if weight.dtype != torch.bfloat16:
+                raise ValueError(
+                    f"layer {self.canonical_name!r} has error bits of a bfloat16 base weight, which is {weight.dtype} now; "
+                    "cast the model back to bfloat16"
+                )
             weight = join_error_bits(weight, self.poetx_error_bits[adapter_name])
         return weight.mT if self.transposed else weight
 
@@ -334,10 +340,10 @@ class PoetXLayer(BaseTunerLayer):
 
     def _norm_at_start(self, adapter_name: str) -> Tensor:
         """Frobenius norm, 0-dim fp64, that merges keep; the adapter's file holds it."""
-        if adapter_name not in self.poetx_start_norm or not int(self.poetx_merge_count[adapter_name]):
+        if adapter_name not in self.poetx_start_frobenius or not int(self.poetx_merge_count[adapter_name]):
             # Sharded loading may have wrapped the model on this rank before its weights were there.
-            self.poetx_start_norm[adapter_name] = frobenius_norm(self.base_weight(adapter_name))
-        return self.poetx_start_norm[adapter_name]
+            self.poetx_start_frobenius[adapter_name] = frobenius_norm(self.base_weight(adapter_name))
+        return self.poetx_start_frobenius[adapter_name]
 
     @torch.no_grad()
     def merge_then_reinitialize(self, adapter_name: str) -> LayerMerge:

@@ -33,6 +33,11 @@ class PoetXLinear(nn.Module, PoetXLayer):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``; the dtype is what the wrapped layer would return."""
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "nn.DataParallel copies no ParameterDict, so its replicas have no rotations: launch one process for each "
+                "GPU with torchrun or accelerate launch, or show one GPU only with CUDA_VISIBLE_DEVICES"
+            )
         if self.disable_adapters and self.merged:
             self.unmerge()
         adapters = [name for name in self.active_adapters if name in self.poetx_config]

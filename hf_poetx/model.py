@@ -64,6 +64,8 @@ class PoetXModel(BaseTuner):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # The clock of a model does not merge its copies.
+        self.clock, self._steps_seen = None, 0
         _tuners.add(self)
 
     def _prepare_adapter_config(self, peft_config: PoetXConfig, model_config: dict[str, Any]) -> PoetXConfig:
@@ -218,7 +220,8 @@ class PoetXModel(BaseTuner):
         """Run the base model alone, which must be the original one: ``disable_adapter()`` calls this.
 
         Raises:
-            ValueError: if the base weights have absorbed periodic merges, since the original is gone then; and while
+            ValueError: if the base weights have absorbed periodic merges, or `train_rest` has trained the rest of the
+                base model in place, since the original is gone then; and while
                 training is going to merge, also before its first merge, since a reference model would change under
                 it. Training lasts as long as ``Trainer.train()``, and in a loop with `merge_step` or `attach_merging`
                 as long as the model is in training mode: after ``model.eval()`` only absorbed merges are refused.
@@ -228,6 +231,11 @@ class PoetXModel(BaseTuner):
             raise ValueError(
                 "the base weights have absorbed periodic merges, so disabling the adapter would not give the original "
                 f"model; {fix}"
+            )
+        if any(config.train_rest for config in self.peft_config.values()):
+            raise ValueError(
+                "train_rest=True trains the base model's embeddings, norms and head in place, so disabling the adapter "
+                "does not give the original model; load the base model apart, as a ref_model in TRL"
             )
         due = self.clock is not None and any(config.merge_interval for config in self.peft_config.values())
         if due and (self.clock == "Trainer" or self.training):
@@ -244,9 +252,11 @@ class PoetXModel(BaseTuner):
         return super().unload()
 
     def _warn_of_absorbed_merges(self, method: str) -> None:
-        if any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model)):
+        merged = any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model))
+        if merged or any(config.train_rest for config in self.peft_config.values()):
+            trained = "absorbed earlier merges" if merged else "embeddings, norms and head as train_rest trained them"
             warnings.warn(
-                f"{method} leaves base weights that have absorbed earlier merges, without the transforms trained since; "
+                f"{method} leaves base weights that have {trained}, without the transforms trained since; "
                 "merge_and_unload() returns the trained model",
                 stacklevel=3,
             )
@@ -307,7 +317,7 @@ def get_poetx_model(model: nn.Module, config: PoetXConfig | None = None, adapter
 
     Args:
         model: from transformers or plain torch; it is changed in place.
-        config: `PoetXConfig()` if None.
+        config: `PoetXConfig()` if None; the model keeps a copy.
         adapter_name: of the new adapter.
 
     Returns:
@@ -321,4 +331,5 @@ def get_poetx_model(model: nn.Module, config: PoetXConfig | None = None, adapter
         >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
         18
     """
-    return get_peft_model(model, config or PoetXConfig(), adapter_name=adapter_name)
+    config = PoetXConfig() if config is None else copy.deepcopy(config)
+    return get_peft_model(model, config, adapter_name=adapter_name)

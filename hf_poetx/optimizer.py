@@ -128,6 +128,17 @@ def check_resettable(optimizer: Any) -> None:
         )
 
 
+def check_holds(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError if a parameter that is trained is in no group of the optimizer: another one has its state."""
+    groups = unwrap_optimizer(optimizer).param_groups
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if any(parameter.requires_grad and id(parameter) not in held for parameter in params):
+        raise ValueError(
+            f"this {type(unwrap_optimizer(optimizer)).__name__} does not have all POET-X skew entries, whose state a merge "
+            "resets; pass the optimizer that trains them"
+        )
+
+
 @torch.no_grad()
 def reset_optimizer_state(optimizer: Any, params: Iterable[nn.Parameter]) -> None:
     """Put the state of some parameters back to its start, in place, and leave all else alone.

@@ -81,7 +81,7 @@ def _measure(layer: PoetXLayer, adapter_name: str, spectrum: bool) -> LayerOrtho
     sigma = max((largest_singular_value(full_tensor(p)).max().item() for p in parameters), default=0.0)
     effective = layer.effective_weight(adapter_name).float()
     merges = int(layer.poetx_merge_count[adapter_name])
-    start_norm = layer.poetx_start_norm[adapter_name] if adapter_name in layer.poetx_start_norm else math.nan
+    start_norm = layer.poetx_start_frobenius[adapter_name] if adapter_name in layer.poetx_start_frobenius else math.nan
     drift = None
     with full_precision(effective.device):
         if spectrum and adapter_name in layer.poetx_start_spectrum:

@@ -14,7 +14,7 @@ from .base_weight import full_tensor
 from .checkpoint import poetx_layers
 from .layer import LayerMerge
 from .model import PoetXModel
-from .optimizer import check_resettable, reset_optimizer_state, trainable_skew, unwrap_optimizer
+from .optimizer import check_holds, check_resettable, reset_optimizer_state, trainable_skew, unwrap_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,15 @@ def merge_then_reinitialize(model: nn.Module, optimizer: Any | None = None) -> M
 
     Raises:
         ValueError: if a skew entry is not finite, or a weight cannot be written (it is quantized, offloaded, or merged
-            by `merge_adapter`), naming the layer; nothing is changed then.
+            by `merge_adapter`), naming the layer; if the model has other adapters; if trained skew entries are not in
+            the optimizer. Nothing is changed then.
     """
     tuner = require_tuner(model)
-    merge_interval(tuner)
+    if len(tuner.peft_config) > 1:
+        raise ValueError(
+            f"the merge changes the base weights under all adapters of this model, {sorted(tuner.peft_config)}; delete the "
+            "others, or train each on a base model of its own"
+        )
     pairs = [
         (layer, name)
         for _, layer in poetx_layers(tuner)
@@ -93,11 +98,13 @@ def merge_then_reinitialize(model: nn.Module, optimizer: Any | None = None) -> M
     ]
     for layer, name in pairs:
         layer.check_reinitializable(name)
+    skew = [p for layer, name in pairs for p in layer.skew_parameters(name)]
     if optimizer is not None:
         check_resettable(optimizer)
+        check_holds(optimizer, skew)
     report = MergeReport([layer.merge_then_reinitialize(name) for layer, name in pairs])
     if optimizer is not None:
-        reset_optimizer_state(optimizer, [p for layer, name in pairs for p in layer.skew_parameters(name)])
+        reset_optimizer_state(optimizer, skew)
     logger.info("merged: largest sigma(Q) %.3g, largest jump %.3g", report.max_sigma, report.max_jump)
     large = [layer for layer in report.layers if layer.sigma > SIGMA_WARNING]
     if large:
@@ -122,7 +129,10 @@ def claim_clock(model: nn.Module, clock: str) -> PoetXModel:
     """
     tuner = require_tuner(model)
     if tuner.clock not in (None, "merge_step"):
-        raise ValueError(f"{tuner.clock} merges this model already; {clock} would be a second clock, use one of them")
+        raise ValueError(
+            f"{tuner.clock} merges this model already; {clock} would be a second clock, use one of them (what "
+            "attach_merging returned has a method remove())"
+        )
     if merge_interval(tuner) and tuner.clock is None:
         for module in model.modules():
             if isinstance(module, FullyShardedDataParallel) or type(module).__module__.startswith("deepspeed."):

@@ -10,6 +10,7 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_poetx import PoetXConfig, PoetXModel, get_poetx_model, merge_then_reinitialize
 from hf_poetx.checkpoint import poetx_layers
@@ -20,6 +21,7 @@ from tests.poetx.helpers import (
     logits,
     poetx_family,
     randomize_skew,
+    save_to,
     tensors_equal,
     tokens,
     train_step,
@@ -549,3 +551,81 @@ def test_moving_a_model_to_another_dtype_keeps_counts_and_figures():
     before = copies({n: b for n, b in model.named_buffers() if "poetx_start" in n or "poetx_finger" in n})
     model.to(torch.float16)
     assert before and tensors_equal({n: b for n, b in model.named_buffers() if n in before}, before)
+
+
+def test_norms_named_by_their_last_word_can_be_trained_merged_saved_and_loaded(tmp_path):
+    """PEFT takes every module whose name ends with "norm" for one of `modules_to_save`."""
+    base = save_to(family_model("Llama"), tmp_path / "base")
+    load = AutoModelForCausalLM.from_pretrained
+    model = get_poetx_model(load(base), config(modules_to_save=["norm"], merge_interval=2))
+    train_step(model)
+    merge_then_reinitialize(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(PeftModel.from_pretrained(load(base), tmp_path / "adapter")), logits(model))
+
+
+def test_disabling_is_refused_where_the_rest_is_trained_in_place():
+    model = poetx_family(train_rest=True, merge_interval=0)
+    with pytest.raises(ValueError, match="train_rest=True trains"), model.disable_adapter():
+        pass
+    with pytest.warns(UserWarning, match="as train_rest trained them"):
+        model.unload()
+
+
+def test_a_merge_under_several_adapters_is_refused_whatever_the_interval():
+    model = two_adapters(merge_interval=0)
+    before = base_weights(model)
+    with pytest.raises(ValueError, match=r"under all adapters of this model, \['default', 'other'\]"):
+        merge_then_reinitialize(model)
+    assert tensors_equal(base_weights(model), before)
+
+
+def test_a_merge_with_an_optimizer_that_lacks_the_skew_entries_is_refused():
+    model = poetx_family(train_rest=True, merge_interval=2)
+    other = torch.optim.SGD([p for name, p in model.named_parameters() if "poetx_" not in name])
+    before = base_weights(model)
+    with pytest.raises(ValueError, match="pass the optimizer that trains them"):
+        merge_then_reinitialize(model, other)
+    assert tensors_equal(base_weights(model), before)
+
+
+def test_one_config_for_two_models_stays_as_it_was_written():
+    shared = PoetXConfig(block=8, target_modules="all-linear")
+    first = get_poetx_model(family_model("Llama"), shared)
+    assert shared.target_modules == "all-linear" and shared.base_config is None and shared.skew_dtype is None
+    assert first.peft_config["default"].base_config is not None
+
+
+def test_loading_base_weights_into_a_merged_model_is_refused(tmp_path):
+    base = save_to(family_model("Llama"), tmp_path / "base")
+    load = AutoModelForCausalLM.from_pretrained
+    model = randomize_skew(get_poetx_model(load(base), config(merge_interval=2)))
+    merge_then_reinitialize(model)
+    model.save_pretrained(tmp_path / "adapter")
+    other = randomize_skew(get_poetx_model(load(base), config(merge_interval=2)))
+    other.merge_adapter()
+    with pytest.raises(ValueError, match=r"call unmerge_adapter\(\) before loading"):
+        other.load_adapter(tmp_path / "adapter", "default")
+
+
+def test_error_bits_of_a_model_that_was_cast_are_not_read_as_others():
+    model = randomize_skew(get_poetx_model(family_model("Llama").bfloat16(), config(base_error_bits=8)))
+    merge_then_reinitialize(model)
+    model.half()
+    with pytest.raises(ValueError, match=r"float16 now; cast the model back to bfloat16"):
+        model.merge_adapter()
+
+
+def test_copies_have_no_clock():
+    model = poetx_family(merge_interval=2)
+    model.base_model.clock = "Trainer"
+    assert copy.deepcopy(model).base_model.clock is None
+    assert pickle.loads(pickle.dumps(model)).base_model.clock is None
+
+
+def test_a_data_parallel_replica_is_refused():
+    """`nn.DataParallel` makes them by this method of every module."""
+    model = poetx_family()
+    _, layer = next(iter(poetx_layers(model)))
+    with pytest.raises(RuntimeError, match="torchrun or accelerate launch"):
+        layer._replicate_for_data_parallel()(torch.randn(2, layer.in_features))

@@ -73,7 +73,7 @@ def test_norm_is_that_of_the_start_but_for_the_last_rounding(seed):
 def test_norm_to_keep_is_that_of_the_weights_at_the_first_merge():
     """Sharded loading wraps a model on most ranks before its weights are there."""
     layer = one_layer(16, 8, torch.float32)
-    layer.poetx_start_norm["default"].fill_(float("nan"))
+    layer.poetx_start_frobenius["default"].fill_(float("nan"))
     before = layer.base_weight().norm()
     merge_often(layer, merges=2, q=0.02, exact=True)
     assert torch.allclose(layer.base_weight().norm(), before, rtol=1e-6)
