@@ -31,7 +31,7 @@ def check_targets(model: nn.Module, config: PoetXConfig, is_target: Callable[[st
         ValueError: for a target that is no linear layer, shares its weight, or is quantized, offloaded or of a dtype
             that the configuration cannot be applied to; it names the target.
     """
-    owners, parents = _owners_of_weights(model), _parents(model)
+    owners, parents, bypassed = _owners_of_weights(model), _parents(model), set(bypassed_names(model))
     wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PoetXLayer))
     for name, module in model.named_modules():
         if isinstance(module, PoetXLayer) or name.startswith(wrapped):
@@ -43,6 +43,11 @@ def check_targets(model: nn.Module, config: PoetXConfig, is_target: Callable[[st
             raise ValueError(
                 f"target {name!r} is a {type(module).__name__}; POET-X wraps linear layers (nn.Linear, Conv1D "
                 "and their quantized kinds). Leave it out of target_modules"
+            )
+        if name in bypassed:
+            raise ValueError(
+                f"target {name!r} is part of torch's own attention, which reads its weight past the layer, so that a "
+                "rotation would not be used. Leave it out of target_modules"
             )
         if backend is not None:
             _check_quantized(config, name)
@@ -79,6 +84,15 @@ def router_names(model: nn.Module) -> Iterator[str]:
         gate = last_two[-1] == "gate" or last_two[-1].endswith("_gate")
         if any("router" in part for part in last_two) or (gate and module.out_features in counts):
             yield name
+
+
+def bypassed_names(model: nn.Module) -> Iterator[str]:
+    """Names of linear layers whose weights torch's own modules read without calling the layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
+            for inner_name, inner in module.named_modules(prefix=name):
+                if isinstance(inner, nn.Linear):
+                    yield inner_name
 
 
 def _expert_counts(config: dict[str, Any]) -> Iterator[int]:

@@ -1,5 +1,6 @@
 """Any causal language model: all linear layers but head and routers are found, wrapped, trained and merged."""
 
+import copy
 import warnings
 
 import pytest
@@ -152,3 +153,11 @@ def test_generation_with_cache_gives_what_it_gives_without(family):
     arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with_cache = model.generate(input_ids=tokens(1, 5), use_cache=True, **arguments)
     assert torch.equal(with_cache, model.generate(input_ids=tokens(1, 5), use_cache=False, **arguments))
+
+
+def test_layers_that_torchs_own_attention_reads_past_are_left_out_and_refused_by_name():
+    model = nn.Sequential(nn.Linear(16, 16), nn.TransformerEncoderLayer(16, 2, 32, batch_first=True))
+    wrapped = get_poetx_model(copy.deepcopy(model), PoetXConfig(block=8, target_modules="all-linear"))
+    assert [name.removeprefix("base_model.model.") for name, _ in poetx_layers(wrapped)] == ["0"]
+    with pytest.raises(ValueError, match=r"'1.self_attn.out_proj' is part of torch's own attention"):
+        get_poetx_model(model, PoetXConfig(block=8, target_modules=["out_proj"]))
