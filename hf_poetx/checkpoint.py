@@ -58,6 +58,16 @@ def rest_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield canonical_name(name), parameter
 
 
+def _rest_buffers(model: nn.Module) -> Iterator[str]:
+    """Canonical names of what training moves beside `rest_parameters`: buffers such as running means of norms."""
+    wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PoetXLayer))
+    copied = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, AuxiliaryTrainingWrapper))
+    saved = model.state_dict().keys()
+    for name, _ in model.named_buffers():
+        if name in saved and not name.startswith((*wrapped, *copied)) and "poetx_" not in name:
+            yield canonical_name(name)
+
+
 def _contents(config: PoetXConfig, layers: dict[str, PoetXLayer], adapter_name: str) -> int:
     """Which base tensors an adapter's file must hold for its outputs to come back."""
     if config.base_config is not None:
@@ -75,7 +85,7 @@ def _base_names(model: nn.Module, contents: int, layers: dict[str, PoetXLayer]) 
     if contents & BASE_WEIGHTS:
         names |= {f"{name}.base_layer.weight" for name in layers}
     if contents & REST:
-        names |= {name for name, _ in rest_parameters(model)}
+        names |= {name for name, _ in rest_parameters(model)} | set(_rest_buffers(model))
     if contents & WHOLE_BASE:
         copied = tuple(
             f"{n}.modules_to_save" for n, m in model.named_modules() if isinstance(m, AuxiliaryTrainingWrapper)

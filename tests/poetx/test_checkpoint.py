@@ -446,3 +446,16 @@ def test_injected_and_wrapped_models_read_each_others_files(tmp_path):
     other = poetx_family()
     assert not set_peft_model_state_dict(other, get_peft_model_state_dict(injected)).unexpected_keys
     assert torch.equal(logits(other), logits(wrapped))
+
+
+def test_running_statistics_of_norms_come_back_with_train_rest(tmp_path):
+    def base() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+    model = get_poetx_model(base(), PoetXConfig(block=8, merge_interval=0, train_rest=True, target_modules=["0"]))
+    model.train()(torch.randn(32, 16) * 3 + 1)
+    model.save_pretrained(tmp_path)
+    x = torch.randn(5, 16)
+    loaded = PeftModel.from_pretrained(base(), tmp_path)
+    assert torch.equal(loaded.eval()(x), model.eval()(x))
