@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_flashoptim.batch import Batch
 from hf_flashoptim.moments import Moment, first_moment
 from hf_flashoptim.ops.lion import lion_step, lion_step_eager
-from hf_flashoptim.optimizer import DEFAULT_MASTER_WEIGHT_BITS, Batch, FlashOptimizer, decay_factor
+from hf_flashoptim.optimizer import DEFAULT_MASTER_WEIGHT_BITS, FlashOptimizer, decay_factor
 
 EXP_AVG = first_moment("exp_avg")
 

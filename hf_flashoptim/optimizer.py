@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_flashoptim import checkpoint, master_weights
+from hf_flashoptim.batch import Batch
 from hf_flashoptim.moments import Moment
 from hf_flashoptim.ops.error_correction import ERROR_DTYPES
 from hf_flashoptim.ops.layout import scale_shape
@@ -29,28 +29,6 @@ DEFAULT_MASTER_WEIGHT_BITS = DefaultBits(24)
 def decay_factor(group: dict[str, Any]) -> float:
     """What a group's learning rate is multiplied by to give the weight decay of a step."""
     return group["weight_decay"] / group["reference_lr"] if group["decouple_lr"] else float(group["weight_decay"])
-
-
-@dataclass
-class Batch:
-    """Parameters of one group that one call of a step op can take: one dtype, one kind of state, one device.
-
-    All tensors are this rank's parts, contiguous.
-    """
-
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    states: list[dict[str, Tensor]] = field(default_factory=list)
-
-    def tensors(self, key: str) -> list[Tensor]:
-        """One state tensor of every parameter; an empty list where this kind of state is not kept."""
-        return [state[key] for state in self.states] if key in self.states[0] else []
-
-    def moment(self, moment: Moment) -> tuple[list[Tensor], list[Tensor]]:
-        """Values and scales of a moment: codes with scales, or fp32 moments and an empty list."""
-        if moment.codes_key in self.states[0]:
-            return self.tensors(moment.codes_key), self.tensors(moment.scale_key)
-        return self.tensors(moment.name), []
 
 
 class FlashOptimizer(torch.optim.Optimizer):
