@@ -92,23 +92,23 @@ def _step(
     QUANTIZED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
-    REGULAR: tl.constexpr,
+    LAYOUT: tl.constexpr,
     TILES: tl.constexpr,
     TILE_GROUPS: tl.constexpr,
 ):
     tensor, groups, first_tile, end = find_work(table, tensors, TILES, TILE_GROUPS)
-    params = base(table, tensors, tensor, PARAM, DTYPE, REGULAR)
-    errors = base(table, tensors, tensor, ERRORS, tl.int8 if ERROR is None else ERROR, REGULAR)
-    grads = base(table, tensors, tensor, GRAD, GRAD_DTYPE, REGULAR)
-    means = base(table, tensors, tensor, FIRST, tl.int8 if QUANTIZED else tl.float32, REGULAR)
-    mean_scales = base(table, tensors, tensor, FIRST_SCALE, tl.bfloat16, REGULAR)
+    params = base(table, tensors, tensor, PARAM, DTYPE, LAYOUT)
+    errors = base(table, tensors, tensor, ERRORS, tl.int8 if ERROR is None else ERROR, LAYOUT)
+    grads = base(table, tensors, tensor, GRAD, GRAD_DTYPE, LAYOUT)
+    means = base(table, tensors, tensor, FIRST, tl.int8 if QUANTIZED else tl.float32, LAYOUT)
+    mean_scales = base(table, tensors, tensor, FIRST_SCALE, tl.bfloat16, LAYOUT)
     negative_rate = load_coefficient(table, tensors, coefficients, tensor, NEGATIVE_RATE)
     decay = load_coefficient(table, tensors, coefficients, tensor, DECAY)
     for tile in range(first_tile, end):
-        offset, mask, group, group_mask = offsets(table, tensors, tensor, groups, tile, TILE_GROUPS, REGULAR)
-        stored, error = load_weight(params + offset, errors + offset, mask, ERROR, REGULAR)
-        grad = load(grads + offset, mask, REGULAR)
-        mean, mean_scale = load_moment(means + offset, mean_scales + group, mask, group_mask, QUANTIZED, REGULAR)
+        offset, mask, group, group_mask = offsets(table, tensors, tensor, groups, tile, TILE_GROUPS, LAYOUT)
+        stored, error = load_weight(params + offset, errors + offset, mask, ERROR, LAYOUT)
+        grad = load(grads + offset, mask, LAYOUT)
+        mean, mean_scale = load_moment(means + offset, mean_scales + group, mask, group_mask, QUANTIZED, LAYOUT)
 
         grad = widen(grad, GRAD_DTYPE)
         if MAXIMIZE:

@@ -30,13 +30,13 @@ def widen(stored, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_weight(params_at, errors_at, mask, ERROR: tl.constexpr, REGULAR: tl.constexpr):
+def load_weight(params_at, errors_at, mask, ERROR: tl.constexpr, LAYOUT: tl.constexpr):
     """Stored parameters and their error bits, if there are any."""
-    stored = load(params_at, mask, REGULAR)
+    stored = load(params_at, mask, LAYOUT)
     if ERROR is None:
         return stored, stored
     else:
-        return stored, load(errors_at, mask, REGULAR)
+        return stored, load(errors_at, mask, LAYOUT)
 
 
 @triton.jit
@@ -67,11 +67,11 @@ def store_weight(params_at, errors_at, mask, master, DTYPE: tl.constexpr, ERROR:
 
 
 @triton.jit
-def load_moment(at, scales_at, mask, group_mask, QUANTIZED: tl.constexpr, REGULAR: tl.constexpr):
+def load_moment(at, scales_at, mask, group_mask, QUANTIZED: tl.constexpr, LAYOUT: tl.constexpr):
     """Stored moments and their groups' scales, if there are any."""
-    stored = load(at, mask, REGULAR)
+    stored = load(at, mask, LAYOUT)
     if QUANTIZED:
-        return stored, widen(load(scales_at, group_mask, REGULAR), tl.bfloat16)
+        return stored, widen(load(scales_at, group_mask, LAYOUT), tl.bfloat16)
     else:
         return stored, stored
 

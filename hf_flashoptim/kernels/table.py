@@ -31,6 +31,9 @@ COEFFICIENT_COLUMNS = 3
 # A warp works on a tile of 16 elements a thread, and on several tiles in turn, which share the search for their tensor.
 TILE_GROUPS = 16
 TILES = 4
+# What a launch may rely on in all of its tensors. REGULAR: rows consist of whole groups, and every tensor starts at a
+# multiple of 16 bytes. WHOLE: tensors consist of whole tiles besides, so that no access is masked.
+IRREGULAR, REGULAR, WHOLE = (tl.constexpr(layout) for layout in range(3))
 # Values passed as arguments have this bit set where they would be small: Triton takes every one of them as an int64.
 _WIDE = 1 << 62
 # How many of them one launch takes (at most 4 KiB); few choices mean few compilations.
@@ -88,8 +91,8 @@ def run_step(kinds: Tensors, lr: Tensor, preparation: Preparation, step: Step) -
     lr_dtype = None if lr.is_cpu else lr.dtype
     addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in kinds]
     groups = [scale.numel() for scale in kinds.first_scales] or [-(-p.numel() // 32) for p in kinds.params]
-    for (grad_dtype, regular), members in _parts(kinds, addresses, groups).items():
-        values, programs = _entries(kinds, addresses, groups, members, regular)
+    for (grad_dtype, layout), members in _parts(kinds, addresses, groups).items():
+        values, programs = _entries(kinds, addresses, groups, members, layout)
         tensors = len(members)
         table = torch.empty(len(values) + COEFFICIENT_COLUMNS * tensors + 256, dtype=torch.int64, device=device)
         arguments = (table, tensors, len(values))
@@ -105,7 +108,7 @@ def run_step(kinds: Tensors, lr: Tensor, preparation: Preparation, step: Step) -
                 num_warps=4,
             )
         if programs:
-            constants = (*step.constants, grad_dtype, regular, TILES, TILE_GROUPS)
+            constants = (*step.constants, grad_dtype, layout, TILES, TILE_GROUPS)
             step_arguments = (*arguments, *step.arguments)
             launch(step.kernel, programs, step_arguments, constants, device, max_registers=step.max_registers)
 
@@ -119,24 +122,21 @@ def _batches(total: int) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def _parts(kinds: Tensors, addresses: list[list[int]], groups: list[int]) -> dict[tuple[torch.dtype, bool], list[int]]:
-    """Indices of the tensors that one launch takes, by what these have in common.
-
-    That is the gradients' dtype, and whether they are regular: rows consist of whole groups, and every tensor starts at
-    a multiple of 16 bytes.
-    """
+def _parts(kinds: Tensors, addresses: list[list[int]], groups: list[int]) -> dict[tuple[torch.dtype, int], list[int]]:
+    """Indices of the tensors that one launch takes, by the gradients' dtype and the layout that they have in common."""
     aligned = not reduce(or_, chain.from_iterable(addresses)) & 15
-    parts: dict[tuple[torch.dtype, bool], list[int]] = {}
+    parts: dict[tuple[torch.dtype, int], list[int]] = {}
     for index, (param, grad) in enumerate(zip(kinds.params, kinds.grads, strict=True)):
         regular = groups[index] * 32 == param.numel()
         if not aligned:
             regular = regular and not any(column[index] & 15 for column in addresses if column)
-        parts.setdefault((grad.dtype, regular), []).append(index)
+        layout = IRREGULAR if not regular else REGULAR if groups[index] % TILE_GROUPS else WHOLE
+        parts.setdefault((grad.dtype, layout.value), []).append(index)
     return parts
 
 
 def _entries(
-    kinds: Tensors, addresses: list[list[int]], groups: list[int], members: list[int], regular: bool
+    kinds: Tensors, addresses: list[list[int]], groups: list[int], members: list[int], layout: int
 ) -> tuple[list[int], int]:
     """The table's entries, column by column, and the number of programs."""
     entries, programs = [], 0
@@ -144,12 +144,13 @@ def _entries(
         entries.append(programs | _WIDE)
         programs += -(-groups[i] // (TILE_GROUPS * TILES))
     entries += [groups[i] | _WIDE for i in members]
+    irregular = layout == IRREGULAR.value
     # A regular table ends with the last kind that is kept.
-    used = max(column for column, known in enumerate(addresses, 1) if known) if regular else len(addresses)
+    used = len(addresses) if irregular else max(column for column, known in enumerate(addresses, 1) if known)
     for known in addresses[:used]:
         # An empty tensor has the address 0.
         entries += [known[i] or _WIDE for i in members] if known else [_WIDE] * len(members)
-    if not regular:
+    if irregular:
         scales = kinds.first_scales
         row_groups = [scales[i].shape[-1] if scales else groups[i] for i in members]
         entries += [count | _WIDE for count in row_groups]
@@ -189,24 +190,27 @@ def find_work(table, tensors, TILES: tl.constexpr, TILE_GROUPS: tl.constexpr):
 
 
 @triton.jit
-def base(table, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, REGULAR: tl.constexpr):
+def base(table, tensors, tensor, COLUMN: tl.constexpr, DTYPE: tl.constexpr, LAYOUT: tl.constexpr):
     """Pointer to a tensor; to one of bf16 as int16, whose bit patterns also the interpreter handles exactly."""
     STORED: tl.constexpr = tl.int16 if DTYPE == tl.bfloat16 else DTYPE
     address = entry(table, tensors, tensor, COLUMN).to(tl.pointer_type(STORED))
-    if REGULAR:
+    if LAYOUT != IRREGULAR:
         address = tl.multiple_of(address, 16)
     return address
 
 
 @triton.jit
-def offsets(table, tensors, tensor, groups, tile, TILE_GROUPS: tl.constexpr, REGULAR: tl.constexpr):
+def offsets(table, tensors, tensor, groups, tile, TILE_GROUPS: tl.constexpr, LAYOUT: tl.constexpr):
     """Offsets ``[groups, 32]`` of a tile's elements and the mask of those that exist; the same for its groups."""
     local_group = tl.arange(0, TILE_GROUPS)
     lane = tl.arange(0, GROUP_SIZE)[None, :]
     first_group = tile * TILE_GROUPS
-    group_mask = local_group < groups - first_group
+    if LAYOUT == WHOLE:
+        group_mask = tl.full([TILE_GROUPS], True, tl.int1)
+    else:
+        group_mask = local_group < groups - first_group
     group = first_group.to(tl.int64) + local_group
-    if REGULAR:
+    if LAYOUT != IRREGULAR:
         offset = first_group.to(tl.int64) * GROUP_SIZE + (local_group[:, None] * GROUP_SIZE + lane)
         mask = group_mask[:, None]
     else:
@@ -220,9 +224,9 @@ def offsets(table, tensors, tensor, groups, tile, TILE_GROUPS: tl.constexpr, REG
 
 
 @triton.jit
-def load(pointers, mask, REGULAR: tl.constexpr):
-    """Values, zero where a group has less than 32; in groups that don't exist they are undefined if ``REGULAR``."""
-    if REGULAR:
-        return tl.load(pointers, mask=mask)
-    else:
+def load(pointers, mask, LAYOUT: tl.constexpr):
+    """Values, zero where a group has less than 32; in groups that don't exist they are undefined unless ``IRREGULAR``."""
+    if LAYOUT == IRREGULAR:
         return tl.load(pointers, mask=mask, other=0)
+    else:
+        return tl.load(pointers, mask=mask)

@@ -13,8 +13,9 @@ from torch import Tensor
 from hf_flashoptim.ops.error_correction import reconstruct_master_weight
 from tests.flashoptim.ops.step_inputs import clone
 
-# Rows of whole groups in several tiles, of partial groups, of several dimensions, and none: few, for the interpreter.
-SHAPES = [(9, 64), (5, 70), (4, 3, 3, 3), (0, 64)]
+# Rows of whole groups in whole tiles and in others, of partial groups, of several dimensions, and none: few, for the
+# interpreter.
+SHAPES = [(8, 64), (9, 64), (5, 70), (4, 3, 3, 3), (0, 64)]
 # Four roundings on the way to a code, each of 2^-24 of a number below 256, over the distance 1 between boundaries.
 CODES_OFF = 4 * 256 * 2.0**-24
 # fp32 roundings that the difference between two new weights, or two new moments, may come from.
