@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from .block_cache import BlockCache, can_keep_blocks
 from .config import PoetXConfig
 from .layer import SIDES, PoetXLayer
+from .ops.fold import fold, folding_pays
 from .ops.poetx_linear import poetx_linear
 
 
@@ -70,6 +71,11 @@ class PoetXLinear(nn.Module, PoetXLayer):
                 inner = F.linear(self._block_cache.rotate((adapter_name, "in"), x, rotation_in), weight.to(x.dtype))
                 return self._block_cache.rotate((adapter_name, "out"), inner, rotation_out, base.bias).to(dtype)
         mode = self.poetx_config[adapter_name].memory_mode
+        tokens = x.numel() // max(1, x.shape[-1])
+        if mode == "fast" and folding_pays(tokens, weight, rotation_in, rotation_out):
+            folded = fold(weight.to(x.dtype), rotation_in, rotation_out)
+            with torch.autocast(device, enabled=False):
+                return F.linear(x, folded, base.bias).to(dtype)
         return poetx_linear(x, weight, base.bias, rotation_in, rotation_out, mode).to(dtype)
 
     def _forward_around(self, x: Tensor, adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:

@@ -142,7 +142,7 @@ _linear_backward = torch.ops.poetx.linear_backward.default
 def _linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, *rotations) -> tuple[Tensor, Tensor]:
     """Result ``[tokens, out_features]``, and b as a flat tensor, laid out as the implementation likes."""
     rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
-    with _without_autocast(x.device.type):
+    with without_autocast(x.device.type):
         inner = F.linear(rotation_in.apply(x), weight.to(x.dtype))
         return rotation_out.apply(inner, bias=bias), inner.flatten()
 
@@ -153,22 +153,22 @@ def _linear_backward_on_cpu(
     """Those of the gradients of x, the bias, the entries of each rotation and their tails that are needed."""
     *rotations, (needs_x, needs_bias, needs_in, needs_out) = rotations_and_needs
     rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
-    with _without_autocast(x.device.type):
+    with without_autocast(x.device.type):
         weight = weight.to(x.dtype)
         inner_gradient = rotation_out.apply(gradient, transpose=True) @ weight
         results = [rotation_in.apply(inner_gradient, transpose=True)] if needs_x else []
         if needs_bias:
             results.append(gradient.sum(0))
         if needs_in:
-            results += _entries_gradient(rotation_in, x, inner_gradient)
+            results += entries_gradient(rotation_in, x, inner_gradient)
         if needs_out:
             inner = F.linear(rotation_in.apply(x), weight) if kept is None else kept.view(gradient.shape)
-            results += _entries_gradient(rotation_out, inner, gradient)
+            results += entries_gradient(rotation_out, inner, gradient)
         return results
 
 
-def _entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Gradient of the packed entries of the blocks, and of the tail if there is one."""
+def entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Gradient of the packed entries of the blocks, and of the tail if there is one, from input and output's gradient."""
     block = block_size(rotation.entries)
     blocks, tail = rotation_gradient(x, gradient, rotation.permutation, rotation.permutation_group, block)
     gradients = [cayley_neumann_backward(blocks, rotation.entries, x.dtype)]
@@ -180,14 +180,14 @@ def _entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> list[T
 def _linear_on_cuda(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     if x.dtype == torch.float64:
         return _linear_on_cpu(x, *arguments)
-    with _without_autocast("cuda"):
+    with without_autocast("cuda"):
         return _kernels().forward(x, *arguments)
 
 
 def _linear_backward_on_cuda(gradient: Tensor, *arguments) -> list[Tensor]:
     if gradient.dtype == torch.float64:
         return _linear_backward_on_cpu(gradient, *arguments)
-    with _without_autocast("cuda"):
+    with without_autocast("cuda"):
         return _kernels().backward(gradient, *arguments)
 
 
@@ -199,7 +199,8 @@ def _kernels() -> ModuleType:
     return poetx_linear
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager:
+def without_autocast(device_type: str) -> AbstractContextManager:
+    """Operations inside compute in the dtype of their inputs."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 

@@ -17,9 +17,12 @@ from hf_poetx import PoetXCallback, PoetXConfig, create_poetx_optimizer, get_poe
 from hf_poetx import merge_then_reinitialize as merge_now
 from hf_poetx.block_cache import BlockCache
 from hf_poetx.checkpoint import poetx_layers
+from hf_poetx.ops.fold import fold
 from hf_poetx.ops.poetx_linear import Rotation
 from hf_poetx.optimizer import trainable_skew
 from tests.poetx.helpers import family_model, randomize_skew, tokens, trained_poetx
+from tests.poetx.kernels.accuracy import assert_as_accurate
+from tests.poetx.ops.test_poetx_linear import make_rotation
 from tests.poetx_training import layers_of, losses, make_trainer, merge_counts, tiny_poetx
 
 DEVICE = os.environ.get("POETX_TEST_DEVICE", "cuda")
@@ -345,9 +348,10 @@ def test_trainer_may_set_tf32_either_way(tmp_path, tf32, monkeypatch):
 def test_compiled_trainer_takes_one_graph_through_all_merges_and_trains_like_eager(tmp_path, compiler, mode):
     found = []
     for compiled in (False, True):
-        # Rates at which training magnifies no rounding.
         model = tiny_poetx(merge_interval=2, poet_scale=0.1)
         arguments = {"torch_compile": True, "torch_compile_mode": mode} if compiled else {}
+        # Far above what rounding makes of a gradient of zero, to which Adam would give the step of any other.
+        arguments["adam_epsilon"] = 1e-4
         # Else TrainingArguments would switch TF32 on for compiled training alone.
         arguments |= {"optim": "flash_adamw", "use_cpu": not ON_GPU, "tf32": False}
         trainer = make_trainer(model, tmp_path, **arguments)
@@ -361,7 +365,6 @@ def test_compiled_trainer_takes_one_graph_through_all_merges_and_trains_like_eag
     assert not ON_GPU or mode == "default" or not counters["inductor"]["cudagraph_skips"]
     (eager, eager_weights), (compiled, compiled_weights) = found
     assert compiled == pytest.approx(eager, rel=FP32)
-    # Adam gives an entry whose gradient is all rounding the step of any other, so weights differ by more than losses.
     assert relative(compiled_weights, eager_weights) <= 100 * FP32
 
 
@@ -387,3 +390,34 @@ def test_checkpointed_activations_give_the_same_gradients_under_autocast(mode, u
     for name, gradient in plain.items():
         assert torch.equal(again[name], gradient), f"{name} differs between two runs of the same"
         assert torch.equal(recomputed[name], gradient), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_folded_weight_and_its_gradients_are_as_accurate_as_the_cpu(dtype):
+    weight, gradient = torch.randn(160, 96).to(dtype), torch.randn(160, 96).to(dtype)
+    rotations = [make_rotation(width, 32, torch.float32, scale=0.05) for width in (96, 160)]
+    # Groups of columns, as by default.
+    rotations = [
+        r._replace(
+            permutation=torch.arange(len(r.permutation)).flip(0).view(-1, 32).flip(1).flatten().int(),
+            permutation_group=32,
+        )
+        for r in rotations
+    ]
+
+    def run(device: str, dtype: torch.dtype, entries_dtype: torch.dtype) -> list[Tensor]:
+        own = [
+            r._replace(
+                entries=r.entries.detach().to(device, entries_dtype).requires_grad_(),
+                permutation=r.permutation.to(device),
+            )
+            for r in rotations
+        ]
+        folded = fold(weight.to(device, dtype), *own)
+        folded.backward(gradient.to(device, dtype))
+        return [folded.detach(), *(r.entries.grad for r in own)]
+
+    truth = run("cpu", torch.float64, torch.float64)
+    yardstick, found = (run(device, dtype, torch.float32) for device in ("cpu", DEVICE))
+    for each, measure, expected in zip(found, yardstick, truth, strict=True):
+        assert_as_accurate(each, measure, expected, dtype)

@@ -1,0 +1,139 @@
+"""Both rotations of a frozen linear layer folded into its weight, and the gradient of that.
+
+    W_eff[p_out][:, p_in] = G_out^T W[p_out][:, p_in] G_in^T
+
+A layer that rotates its activations passes over each of them three times, folding passes eight times over the weight
+and makes the plain layer's third product necessary, the gradient of the weight. So with many tokens a step it is
+cheaper to train the plain layer with the folded weight; with few, and always where memory counts, to rotate.
+"""
+
+import torch
+from torch import Tensor
+
+from .poetx_linear import Rotation, entries_gradient, without_autocast
+from .skew import block_size
+
+# What a rotation costs for each element of its activation, in multiplications of a large product in the same time. The
+# CPU is bound by the multiplications, the GPU by memory (measured on an H200: benchmarks/bench_fold.py).
+_GPU_ROTATION_COST = 690
+
+
+def folding_pays(tokens: int, weight: Tensor, rotation_in: Rotation, rotation_out: Rotation) -> bool:
+    """Whether a training step is faster with the folded weight than with rotated activations.
+
+    Where it is, the folded weight also takes no more memory than what is otherwise kept of the activations.
+
+    Args:
+        tokens: rows of the activations.
+        weight: ``[out_features, in_features]``.
+        rotation_in: of the input features.
+        rotation_out: of the output features.
+    """
+    out_features, in_features = weight.shape
+    cost = max(block_size(rotation_in.entries), block_size(rotation_out.entries))
+    if weight.is_cuda:
+        cost = max(cost, _GPU_ROTATION_COST)
+    # Multiplications without tokens * in_features * out_features * 2, which both ways have in common.
+    rotated = 3.5 * tokens * (in_features + out_features) * cost
+    folded = (8 * cost + tokens) * in_features * out_features
+    return folded < rotated
+
+
+def fold(weight: Tensor, rotation_in: Rotation, rotation_out: Rotation) -> Tensor:
+    """The weight of the plain linear layer that equals the frozen one between its rotations.
+
+    Args:
+        weight: ``[out_features, in_features]``, natural order; its dtype is that of the products; gets no gradient.
+        rotation_in: of the input features.
+        rotation_out: of the output features.
+
+    Returns:
+        ``[out_features, in_features]`` of the dtype of the weight, differentiable in the entries. Only the weight and
+        the entries are kept for the backward pass.
+
+    Source: POET, the transformed weight, with the blocks and permutations of POET-X.
+    """
+    return _Fold.apply(weight, *rotation_in, *rotation_out)
+
+
+class _Fold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, *rotations):
+        entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
+        ctx.groups = group_in, group_out
+        ctx.save_for_backward(
+            weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out
+        )  # fmt: skip
+        return torch.ops.poetx.fold(weight, *rotations)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient):
+        weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
+        needs_in, needs_out = any(ctx.needs_input_grad[1:3]), any(ctx.needs_input_grad[5:7])
+        rotations = (
+            entries_in, tail_in, permutation_in, ctx.groups[0], entries_out, tail_out, permutation_out, ctx.groups[1]
+        )  # fmt: skip
+        found = iter(torch.ops.poetx.fold_backward(gradient, weight, *rotations, [needs_in, needs_out]))
+        entries_in_gradient = next(found) if needs_in else None
+        tail_in_gradient = next(found) if needs_in and tail_in is not None else None
+        entries_out_gradient = next(found) if needs_out else None
+        tail_out_gradient = next(found) if needs_out and tail_out is not None else None
+        return (
+            None,
+            entries_in_gradient,
+            tail_in_gradient,
+            None,
+            None,
+            entries_out_gradient,
+            tail_out_gradient,
+            None,
+            None,
+        )
+
+
+_ROTATION = "Tensor entries_{0}, Tensor? tail_{0}, Tensor permutation_{0}, int group_{0}"
+_ROTATIONS = f"{_ROTATION.format('in')}, {_ROTATION.format('out')}"
+torch.library.define("poetx::fold", f"(Tensor weight, {_ROTATIONS}) -> Tensor")
+torch.library.define(
+    "poetx::fold_backward", f"(Tensor gradient, Tensor weight, {_ROTATIONS}, bool[] needs) -> Tensor[]"
+)
+
+
+def _fold(weight: Tensor, *rotations) -> Tensor:
+    rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
+    with without_autocast(weight.device.type):
+        rows = rotation_in.apply(weight, transpose=True)
+        return rotation_out.apply(rows.mT).mT.contiguous()
+
+
+def _fold_backward(gradient: Tensor, weight: Tensor, *rotations_and_needs) -> list[Tensor]:
+    *rotations, (needs_in, needs_out) = rotations_and_needs
+    rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
+    results = []
+    with without_autocast(weight.device.type):
+        if needs_in:
+            rows_gradient = rotation_out.apply(gradient.mT, transpose=True).mT
+            # Of a transposed rotation: its input stands on the right.
+            results += entries_gradient(rotation_in, rows_gradient, weight)
+        if needs_out:
+            results += entries_gradient(rotation_out, rotation_in.apply(weight, transpose=True).mT, gradient.mT)
+    return results
+
+
+for _device in ("cpu", "cuda"):
+    torch.library.impl("poetx::fold", _device, _fold)
+    torch.library.impl("poetx::fold_backward", _device, _fold_backward)
+
+
+@torch.library.register_fake("poetx::fold")
+def _(weight: Tensor, *rotations) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+@torch.library.register_fake("poetx::fold_backward")
+def _(gradient: Tensor, weight: Tensor, *rotations_and_needs) -> list[Tensor]:
+    entries_in, tail_in, _, _, entries_out, tail_out, _, _, (needs_in, needs_out) = rotations_and_needs
+    shaped_like = [t for t in (entries_in, tail_in) if needs_in and t is not None]
+    shaped_like += [t for t in (entries_out, tail_out) if needs_out and t is not None]
+    return [torch.empty_like(t) for t in shaped_like]
