@@ -2,14 +2,14 @@
 
     python benchmarks/bench_pretraining_60m.py --corpus corpus.jsonl.xz --prepare tokens.pt
     python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 flash_adamw=1e-3 poetx=4e-3
-    python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 poetx=4e-3 --compile
+    python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs adamw=1e-3 poetx=4e-3 --compile reduce-overhead
     python benchmarks/bench_pretraining_60m.py --tokens tokens.pt --runs poetx=1e-2:0.125
     python benchmarks/bench_pretraining_60m.py --plot
 
 The corpus is JSON lines, `{"source": ..., "text": ...}`; documents are shuffled, and held out by source. AdamW trains
 fp32 weights under bf16 autocast, as is usual; FlashAdamW bf16 weights with 24-bit masters; POET-X (fast, block 256, a
 merge every 100 steps) bf16 weights with FlashAdamW on everything that it trains, from rows of W normalized or, as
-`poetx_keep`, left as they are. With --compile, TrainingArguments(torch_compile=True).
+`poetx_keep`, left as they are. With --compile, TrainingArguments(torch_compile=True, torch_compile_mode=MODE).
 A run is a method and its learning rate, for POET-X also its `poet_scale` (0.5 where none is given). Runs are added to
 those that the output folder holds.
 """
@@ -132,7 +132,7 @@ def settings_of(record: dict) -> tuple:
     return record["method"], record["learning_rate"], record.get("poet_scale", 0.5), record["compiled"]
 
 
-def run(method: str, rate: float, poet_scale: float, compiled: bool, tokens: dict) -> dict:
+def run(method: str, rate: float, poet_scale: float, compiled: str | None, tokens: dict) -> dict:
     """Train one model; returns its record."""
     own = {"method": method, "learning_rate": rate, "compiled": compiled}
     model = llama(torch.float32 if method == "adamw" else torch.bfloat16)
@@ -154,7 +154,8 @@ def run(method: str, rate: float, poet_scale: float, compiled: bool, tokens: dic
             per_device_train_batch_size=BATCH,
             num_train_epochs=1,
             bf16=method == "adamw",
-            torch_compile=compiled,
+            torch_compile=compiled is not None,
+            torch_compile_mode=compiled,
             logging_steps=10,
             save_strategy="no",
             report_to="none",
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--prepare", type=Path, help="write the corpus' tokens here, and stop")
     parser.add_argument("--tokens", type=Path, help="what --prepare wrote")
     parser.add_argument("--runs", nargs="+", default=["adamw=1e-3", "flash_adamw=1e-3", "poetx=4e-3"])
-    parser.add_argument("--compile", action="store_true", help="TrainingArguments(torch_compile=True)")
+    parser.add_argument("--compile", metavar="MODE", help="compile the model: default or reduce-overhead")
     parser.add_argument("--output", type=Path, default=harness.RESULTS)
     parser.add_argument("--plot", action="store_true", help="draw what results/ holds, and stop")
     arguments = parser.parse_args()

@@ -7,10 +7,13 @@ and makes the plain layer's third product necessary, the gradient of the weight.
 cheaper to train the plain layer with the folded weight; with few, and always where memory counts, to rotate.
 """
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from .poetx_linear import Rotation, entries_gradient, without_autocast
+from .poetx_linear import ROTATIONS, Rotation, entries_gradient, is_watched, without_autocast
 from .skew import block_size
 
 # What a rotation costs for each element of its activation, in multiplications of a large product in the same time. The
@@ -64,7 +67,8 @@ class _Fold(torch.autograd.Function):
         ctx.save_for_backward(
             weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out
         )  # fmt: skip
-        return torch.ops.poetx.fold(weight, *rotations)
+        folded = _fold if is_watched(weight) else _fold_on_cuda
+        return folded(weight, *rotations)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -74,40 +78,34 @@ class _Fold(torch.autograd.Function):
         rotations = (
             entries_in, tail_in, permutation_in, ctx.groups[0], entries_out, tail_out, permutation_out, ctx.groups[1]
         )  # fmt: skip
-        found = iter(torch.ops.poetx.fold_backward(gradient, weight, *rotations, [needs_in, needs_out]))
+        fold_backward = _fold_backward if is_watched(weight) else _fold_backward_on_cuda
+        found = iter(fold_backward(gradient, weight, *rotations, [needs_in, needs_out]))
         entries_in_gradient = next(found) if needs_in else None
         tail_in_gradient = next(found) if needs_in and tail_in is not None else None
         entries_out_gradient = next(found) if needs_out else None
         tail_out_gradient = next(found) if needs_out and tail_out is not None else None
         return (
-            None,
-            entries_in_gradient,
-            tail_in_gradient,
-            None,
-            None,
-            entries_out_gradient,
-            tail_out_gradient,
-            None,
-            None,
-        )
+            None, entries_in_gradient, tail_in_gradient, None, None,
+            entries_out_gradient, tail_out_gradient, None, None,
+        )  # fmt: skip
 
 
-_ROTATION = "Tensor entries_{0}, Tensor? tail_{0}, Tensor permutation_{0}, int group_{0}"
-_ROTATIONS = f"{_ROTATION.format('in')}, {_ROTATION.format('out')}"
-torch.library.define("poetx::fold", f"(Tensor weight, {_ROTATIONS}) -> Tensor")
+torch.library.define("poetx::fold", f"(Tensor weight, {ROTATIONS}) -> Tensor")
 torch.library.define(
-    "poetx::fold_backward", f"(Tensor gradient, Tensor weight, {_ROTATIONS}, bool[] needs) -> Tensor[]"
+    "poetx::fold_backward", f"(Tensor gradient, Tensor weight, {ROTATIONS}, bool[] needs) -> Tensor[]"
 )
+_fold = torch.ops.poetx.fold.default
+_fold_backward = torch.ops.poetx.fold_backward.default
 
 
-def _fold(weight: Tensor, *rotations) -> Tensor:
+def _fold_on_cpu(weight: Tensor, *rotations) -> Tensor:
     rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
     with without_autocast(weight.device.type):
         rows = rotation_in.apply(weight, transpose=True)
         return rotation_out.apply(rows.mT).mT.contiguous()
 
 
-def _fold_backward(gradient: Tensor, weight: Tensor, *rotations_and_needs) -> list[Tensor]:
+def _fold_backward_on_cpu(gradient: Tensor, weight: Tensor, *rotations_and_needs) -> list[Tensor]:
     *rotations, (needs_in, needs_out) = rotations_and_needs
     rotation_in, rotation_out = Rotation(*rotations[:4]), Rotation(*rotations[4:])
     results = []
@@ -121,9 +119,32 @@ def _fold_backward(gradient: Tensor, weight: Tensor, *rotations_and_needs) -> li
     return results
 
 
-for _device in ("cpu", "cuda"):
-    torch.library.impl("poetx::fold", _device, _fold)
-    torch.library.impl("poetx::fold_backward", _device, _fold_backward)
+def _fold_on_cuda(weight: Tensor, *rotations) -> Tensor:
+    if weight.dtype == torch.float64:
+        return _fold_on_cpu(weight, *rotations)
+    with without_autocast("cuda"):
+        return _kernels().forward(weight, *rotations)
+
+
+def _fold_backward_on_cuda(gradient: Tensor, *arguments) -> list[Tensor]:
+    if gradient.dtype == torch.float64:
+        return _fold_backward_on_cpu(gradient, *arguments)
+    with without_autocast("cuda"):
+        return _kernels().backward(gradient, *arguments)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The GPU implementation, imported at its first use: an installation for the CPU needs no Triton."""
+    from ..kernels import fold
+
+    return fold
+
+
+torch.library.impl("poetx::fold", "cpu", _fold_on_cpu)
+torch.library.impl("poetx::fold", "cuda", _fold_on_cuda)
+torch.library.impl("poetx::fold_backward", "cpu", _fold_backward_on_cpu)
+torch.library.impl("poetx::fold_backward", "cuda", _fold_backward_on_cuda)
 
 
 @torch.library.register_fake("poetx::fold")

@@ -70,7 +70,7 @@ class _PoetXLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, *rotations_and_mode):
         *rotations, memory_mode = rotations_and_mode
         entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
-        linear = _linear if _is_watched(x) else _linear_on_cuda
+        linear = _linear if is_watched(x) else _linear_on_cuda
         result, kept = linear(x.reshape(-1, x.shape[-1]), weight, bias, *rotations)
         ctx.groups = group_in, group_out
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -84,11 +84,12 @@ class _PoetXLinear(torch.autograd.Function):
         )
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, gradient):
         x, *saved, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
         needs_x, _, needs_bias, *needs_rest = ctx.needs_input_grad
         needs_in, needs_out = any(needs_rest[0:2]), any(needs_rest[4:6])
-        linear_backward = _linear_backward if _is_watched(x) else _linear_backward_on_cuda
+        linear_backward = _linear_backward if is_watched(x) else _linear_backward_on_cuda
         found = iter(
             linear_backward(
                 gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1]), *saved,
@@ -110,7 +111,7 @@ class _PoetXLinear(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _is_watched(x: Tensor) -> bool:
+def is_watched(x: Tensor) -> bool:
     """Whether anything but the GPU wants to see one operation: another device, a compiler, a subclass or a mode.
 
     A small layer on a GPU is bound by the work of the host, and the dispatcher is a fifth of it.
@@ -126,14 +127,14 @@ def _is_watched(x: Tensor) -> bool:
 # One operation a direction, and registered without `custom_op`, whose wrapper costs three times as much per call: a
 # small layer on a GPU is bound by the work of the host.
 _ROTATION = "Tensor entries_{0}, Tensor? tail_{0}, Tensor permutation_{0}, int group_{0}"
-_ROTATIONS = f"{_ROTATION.format('in')}, {_ROTATION.format('out')}"
+ROTATIONS = f"{_ROTATION.format('in')}, {_ROTATION.format('out')}"
 torch.library.define(
     "poetx::linear",
-    f"(Tensor x, Tensor weight, Tensor? bias, {_ROTATIONS}) -> (Tensor, Tensor)",
+    f"(Tensor x, Tensor weight, Tensor? bias, {ROTATIONS}) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "poetx::linear_backward",
-    f"(Tensor gradient, Tensor x, Tensor? kept, Tensor weight, {_ROTATIONS}, bool[] needs) -> Tensor[]",
+    f"(Tensor gradient, Tensor x, Tensor? kept, Tensor weight, {ROTATIONS}, bool[] needs) -> Tensor[]",
 )
 _linear = torch.ops.poetx.linear.default
 _linear_backward = torch.ops.poetx.linear_backward.default

@@ -17,12 +17,9 @@ from hf_poetx import PoetXCallback, PoetXConfig, create_poetx_optimizer, get_poe
 from hf_poetx import merge_then_reinitialize as merge_now
 from hf_poetx.block_cache import BlockCache
 from hf_poetx.checkpoint import poetx_layers
-from hf_poetx.ops.fold import fold
 from hf_poetx.ops.poetx_linear import Rotation
 from hf_poetx.optimizer import trainable_skew
 from tests.poetx.helpers import family_model, randomize_skew, tokens, trained_poetx
-from tests.poetx.kernels.accuracy import assert_as_accurate
-from tests.poetx.ops.test_poetx_linear import make_rotation
 from tests.poetx_training import layers_of, losses, make_trainer, merge_counts, tiny_poetx
 
 DEVICE = os.environ.get("POETX_TEST_DEVICE", "cuda")
@@ -390,34 +387,3 @@ def test_checkpointed_activations_give_the_same_gradients_under_autocast(mode, u
     for name, gradient in plain.items():
         assert torch.equal(again[name], gradient), f"{name} differs between two runs of the same"
         assert torch.equal(recomputed[name], gradient), name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_folded_weight_and_its_gradients_are_as_accurate_as_the_cpu(dtype):
-    weight, gradient = torch.randn(160, 96).to(dtype), torch.randn(160, 96).to(dtype)
-    rotations = [make_rotation(width, 32, torch.float32, scale=0.05) for width in (96, 160)]
-    # Groups of columns, as by default.
-    rotations = [
-        r._replace(
-            permutation=torch.arange(len(r.permutation)).flip(0).view(-1, 32).flip(1).flatten().int(),
-            permutation_group=32,
-        )
-        for r in rotations
-    ]
-
-    def run(device: str, dtype: torch.dtype, entries_dtype: torch.dtype) -> list[Tensor]:
-        own = [
-            r._replace(
-                entries=r.entries.detach().to(device, entries_dtype).requires_grad_(),
-                permutation=r.permutation.to(device),
-            )
-            for r in rotations
-        ]
-        folded = fold(weight.to(device, dtype), *own)
-        folded.backward(gradient.to(device, dtype))
-        return [folded.detach(), *(r.entries.grad for r in own)]
-
-    truth = run("cpu", torch.float64, torch.float64)
-    yardstick, found = (run(device, dtype, torch.float32) for device in ("cpu", DEVICE))
-    for each, measure, expected in zip(found, yardstick, truth, strict=True):
-        assert_as_accurate(each, measure, expected, dtype)

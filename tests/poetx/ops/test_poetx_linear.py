@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hf_poetx.ops import poetx_linear as ops
+from hf_poetx.ops.fold import fold
 from hf_poetx.ops.poetx_linear import Rotation, poetx_linear
 from hf_poetx.ops.skew import num_entries
 
@@ -115,6 +116,18 @@ def test_fake_tensors_on_a_gpu_go_through_the_operation_and_start_no_kernel():
         x, weight = torch.empty(6, 8), torch.empty(4, 8)
         permutations = torch.empty(8, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
         rotations = (torch.empty(2, 6), None, permutations[0], 1, torch.empty(1, 6), None, permutations[1], 1)
-        assert ops._is_watched(x)
+        assert ops.is_watched(x)
         result, kept = ops._linear(x, weight, None, *rotations)
     assert result.shape == (6, 4) and kept.shape == (24,) and result.device.type == "cuda"
+
+
+@pytest.mark.parametrize("layer", ["rotated", "folded"])
+def test_a_second_derivative_is_refused_rather_than_left_out(layer):
+    x, weight, _, rotation_in, rotation_out = make()
+    if layer == "rotated":
+        result = poetx_linear(x, weight, None, rotation_in, rotation_out, "fast")
+    else:
+        result = fold(weight, rotation_in, rotation_out)
+    (gradient,) = torch.autograd.grad(result.square().sum(), rotation_in.entries, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
