@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, LlamaConfig
 from transformers.pytorch_utils import Conv1D
 
+from .ops.fold import folding_pays
 from .ops.skew import num_entries
 from .rotation import split_width
 from .skeleton import skeleton_of
@@ -252,13 +253,14 @@ def _trained(shape: ModelShape, training: Training) -> tuple[int, int]:
 
 
 def layer_activations(shape: ModelShape, training: Training) -> int:
-    """Bytes for a token that one layer keeps for its backward pass.
+    """Bytes that one layer keeps for its backward pass.
 
     A norm keeps its input and root mean square in fp32 and, if its weight is trained, what that is multiplied with.
     Attention keeps its queries, keys, values, output and a logarithm in fp32 for each head. The MLP keeps the gate, its
     activation, and the other factor. Linear layers keep their inputs, which are shared within q/k/v and within gate/up;
-    POET-X's fast mode keeps the product with the weight as well, LoRA the product with its first matrix; with fp32
-    adapters each of LoRA's layers keeps its own input in fp32 in the place of the shared one.
+    POET-X's fast mode keeps the product with the weight as well, or the folded weight where that is faster, LoRA the
+    product with its first matrix; with fp32 adapters each of LoRA's layers keeps its own input in fp32 in the place of
+    the shared one.
     """
     hidden, intermediate, narrow = shape.hidden, shape.intermediate, shape.key_value_width
     trains_norms = training.method == "full" or training.train_rest
@@ -266,20 +268,23 @@ def layer_activations(shape: ModelShape, training: Training) -> int:
     attention = 2 * (hidden + 2 * narrow + hidden) + 4 * shape.heads
     mlp = 2 * 3 * intermediate
     inputs = 2 * (hidden + hidden + intermediate)
-    outputs = 2 * (2 * hidden + 2 * narrow + 2 * intermediate + hidden)
-    extra = 0
+    products = extra = 0
     if training.method == "poetx" and training.memory_mode == "fast":
-        extra = outputs
+        linears = [(hidden, hidden), (hidden, narrow), (hidden, narrow), (hidden, hidden)]
+        linears += [(hidden, intermediate), (hidden, intermediate), (intermediate, hidden)]
+        for inside, outside in linears:
+            folds = folding_pays(training.tokens, inside, outside, training.block, "cuda")
+            products += 2 * outside * (inside if folds else training.tokens)
     elif training.method == "lora":
         size = 2 if training.bf16_adapters else 4
         extra = size * 7 * training.rank
         if not training.bf16_adapters:
             inputs = 4 * (6 * hidden + intermediate)
-    return norms + attention + mlp + inputs + extra
+    return (norms + attention + mlp + inputs + extra) * training.tokens + products
 
 
 def _activations(shape: ModelShape, training: Training) -> int:
-    layer = layer_activations(shape, training) * training.tokens
+    layer = layer_activations(shape, training)
     if training.checkpointing:
         # Every layer's input, and one layer that is computed again; while the loss is there, none is.
         inputs = shape.layers * 2 * shape.hidden * training.tokens

@@ -71,12 +71,17 @@ class PoetXLinear(nn.Module, PoetXLayer):
                 inner = F.linear(self._block_cache.rotate((adapter_name, "in"), x, rotation_in), weight.to(x.dtype))
                 return self._block_cache.rotate((adapter_name, "out"), inner, rotation_out, base.bias).to(dtype)
         mode = self.poetx_config[adapter_name].memory_mode
-        tokens = x.numel() // max(1, x.shape[-1])
-        if mode == "fast" and folding_pays(tokens, weight, rotation_in, rotation_out):
+        if mode == "fast" and self._folding_pays(x, adapter_name):
             folded = fold(weight.to(x.dtype), rotation_in, rotation_out)
+            bias = None if base.bias is None else base.bias.to(x.dtype)
             with torch.autocast(device, enabled=False):
-                return F.linear(x, folded, base.bias).to(dtype)
+                return F.linear(x, folded, bias).to(dtype)
         return poetx_linear(x, weight, base.bias, rotation_in, rotation_out, mode).to(dtype)
+
+    def _folding_pays(self, x: Tensor, adapter_name: str) -> bool:
+        tokens = x.numel() // self.in_features
+        block = min(self.poetx_config[adapter_name].block, max(self.in_features, self.out_features))
+        return folding_pays(tokens, self.in_features, self.out_features, block, x.device.type)
 
     def _forward_around(self, x: Tensor, adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:
         """Rotate around the base layer as a black box; several adapters act like merges in their order."""

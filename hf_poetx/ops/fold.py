@@ -2,44 +2,54 @@
 
     W_eff[p_out][:, p_in] = G_out^T W[p_out][:, p_in] G_in^T
 
-A layer that rotates its activations passes over each of them three times, folding passes eight times over the weight
-and makes the plain layer's third product necessary, the gradient of the weight. So with many tokens a step it is
-cheaper to train the plain layer with the folded weight; with few, and always where memory counts, to rotate.
+A layer that rotates its activations passes over each of them three times. Folding passes over the weight instead, in
+both directions, but makes the plain layer's third product necessary, the gradient of its weight. So folding is faster
+with many tokens and narrow layers, and rotating otherwise.
 """
 
 import functools
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .poetx_linear import ROTATIONS, Rotation, entries_gradient, is_watched, without_autocast
-from .skew import block_size
-
-# What a rotation costs for each element of its activation, in multiplications of a large product in the same time. The
-# CPU is bound by the multiplications, the GPU by memory (measured on an H200: benchmarks/bench_fold.py).
-_GPU_ROTATION_COST = 690
 
 
-def folding_pays(tokens: int, weight: Tensor, rotation_in: Rotation, rotation_out: Rotation) -> bool:
-    """Whether a training step is faster with the folded weight than with rotated activations.
+class _Costs(NamedTuple):
+    """Of one pass over an element, in multiplications of a large product in the same time, and passes of each way."""
 
-    Where it is, the folded weight also takes no more memory than what is otherwise kept of the activations.
+    rotated_passes: float
+    folded_passes: float
+    least_pass: int
+    least_tokens: int
+
+
+# The CPU is bound by the blocks' own multiplications, the GPU by memory, and with few tokens by its launches (measured
+# on an H200: benchmarks/bench_fold.py).
+_CPU = _Costs(3.5, 8, 0, 0)
+_GPU = _Costs(3.5, 12, 550, 8192)
+
+
+def folding_pays(tokens: int, in_features: int, out_features: int, block: int, device_type: str) -> bool:
+    """Whether a training step of a layer is faster with the folded weight than with rotated activations.
+
+    The folded weight then also takes no more memory than the product with the weight that rotating keeps.
 
     Args:
         tokens: rows of the activations.
-        weight: ``[out_features, in_features]``.
-        rotation_in: of the input features.
-        rotation_out: of the output features.
+        in_features: of the layer.
+        out_features: of the layer.
+        block: the larger block size of its rotations.
+        device_type: where the layer is, "cpu" or "cuda".
     """
-    out_features, in_features = weight.shape
-    cost = max(block_size(rotation_in.entries), block_size(rotation_out.entries))
-    if weight.is_cuda:
-        cost = max(cost, _GPU_ROTATION_COST)
-    # Multiplications without tokens * in_features * out_features * 2, which both ways have in common.
-    rotated = 3.5 * tokens * (in_features + out_features) * cost
-    folded = (8 * cost + tokens) * in_features * out_features
-    return folded < rotated
+    costs = _CPU if device_type == "cpu" else _GPU
+    one_pass = max(block, costs.least_pass)
+    # In multiplications, without the two products that both ways have in common.
+    rotated = costs.rotated_passes * one_pass * tokens * (in_features + out_features)
+    folded = (costs.folded_passes * one_pass + tokens) * in_features * out_features
+    return folded < rotated and tokens >= max(in_features, costs.least_tokens)
 
 
 def fold(weight: Tensor, rotation_in: Rotation, rotation_out: Rotation) -> Tensor:

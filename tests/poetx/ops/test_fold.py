@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,10 +71,16 @@ def test_full_graph_compile_gives_the_same_result():
         torch.testing.assert_close(found, expected)
 
 
-def test_folding_pays_with_many_tokens_and_narrow_layers_alone():
-    def pays(tokens, width, block):
-        rotations = [make_rotation(width, block, torch.float32) for _ in range(2)]
-        return folding_pays(tokens, torch.empty(width, width), *rotations)
+@pytest.mark.parametrize("device_type, block, tokens", [("cpu", 64, 4096), ("cuda", 256, 16384)])
+def test_folding_pays_with_many_tokens_and_narrow_layers(device_type, block, tokens):
+    assert folding_pays(tokens, 256, 512, block, device_type)
+    assert not folding_pays(tokens // 32, 256, 512, block, device_type)
+    assert not folding_pays(1 << 20, 8192, 8192, block, device_type), "its third product costs more than all rotations"
 
-    assert pays(4096, 256, 64) and not pays(32, 256, 64)
-    assert not pays(1 << 20, 4096, 64), "its third product costs more than all rotations"
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_a_folded_weight_is_never_larger_than_the_product_that_rotating_keeps(device_type):
+    sizes = [2**i for i in range(4, 15)]
+    for tokens, in_features, out_features, block in itertools.product(sizes, sizes, sizes, (16, 256)):
+        if folding_pays(tokens, in_features, out_features, block, device_type):
+            assert in_features * out_features <= tokens * out_features
