@@ -1,4 +1,4 @@
-# make demo: pretrain a small Llama with POET-X and flash_adamw, merge, reload (2 minutes on 2 cores, installing apart)
+# make demo: pretrain a small Llama with POET-X and flash_adamw, merge, reload (a minute on 2 cores, installing apart)
 # make test: the whole test suite
 PYTHON ?= python3
 BIN := .venv/bin

@@ -1,6 +1,6 @@
 """Pretrain a small Llama from scratch with POET-X and flash_adamw under a plain Trainer, and publish it as plain Llama.
 
-The default job takes 2 minutes on 2 cores and needs no network: it trains a tokenizer on the State of the Union
+The default job takes a minute on 2 cores and needs no network: it trains a tokenizer on the State of the Union
 speeches, pretrains with POET-X, merges, reloads the merged checkpoint in a process that cannot import hf_poetx, and
 trains AdamW for as many steps beside it. It prints one table, saves the loss curve and writes the model's card.
 

@@ -93,7 +93,10 @@ class PoetXConfig(PeftConfig):
     )
     memory_mode: Literal["fast", "mem"] = field(
         default="fast",
-        metadata={"help": "'fast' saves the input and one more activation a layer; 'mem' the input alone."},
+        metadata={
+            "help": "'fast' saves the input of a layer and one more activation, or with many tokens its weight with the "
+            "rotations folded in, whichever is faster; 'mem' the input alone."
+        },
     )
     poet_scale: float = field(
         default=0.5, metadata={"help": "Learning rate of the skew entries relative to that of the rest, at block 256."}
