@@ -3,6 +3,7 @@
 import difflib
 import functools
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -146,7 +147,20 @@ class PoetXConfig(PeftConfig):
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
+                self._check_collection(name, str, "use a list of module names, or one regular expression")
                 setattr(self, name, set(value))
+        if self.modules_to_save is not None:
+            self._check_collection("modules_to_save", str, "use a list of module names")
+            # PEFT extends it.
+            self.modules_to_save = list(self.modules_to_save)
+        if not isinstance(self.layers_pattern, str | None):
+            self._check_collection(
+                "layers_pattern", str, "use the name of the list of layers, or a list of such names"
+            )
+        if not isinstance(self.layers_to_transform, int | None):
+            self._check_collection("layers_to_transform", int, "use the index of a layer, or a list of indices")
+        if not isinstance(self.base_config, dict | None):
+            raise ValueError(f"base_config={self.base_config!r}: use a dictionary, such as model.config.to_dict()")
         self._check_integer("block", 2, "a rotation needs at least 2 columns; use an integer >= 2, such as 256")
         self._check_integer("merge_interval", 0, "use a number of optimizer steps, or 0 to never merge")
         self._check_integer("clip_warmup", 0, "use a number of steps, or 0 for no warm-up")
@@ -160,7 +174,8 @@ class PoetXConfig(PeftConfig):
         self._check_choice("base_error_bits", 0, 8)
         for name in ("train_rest", "init_weights", "track_spectrum", "check_base"):
             self._check_choice(name, False, True)
-        if not isinstance(self.poet_scale, int | float) or not 0 < self.poet_scale < math.inf:
+        scale = self.poet_scale
+        if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 < scale < math.inf:
             raise ValueError(
                 f"poet_scale={self.poet_scale!r}: use a factor > 0; to freeze an adapter, do not train it"
             )
@@ -177,6 +192,12 @@ class PoetXConfig(PeftConfig):
         if self.base_config is not None and not self.base_model_name_or_path:
             fields_by_name["base_model_name_or_path"] = NO_BASE_ON_DISK
         return fields_by_name
+
+    def _check_collection(self, name: str, kind: type, fix: str) -> None:
+        value = getattr(self, name)
+        is_one = isinstance(value, str | Mapping) or not isinstance(value, Collection)
+        if is_one or not all(isinstance(item, kind) for item in value):
+            raise ValueError(f"{name}={value!r}: {fix}")
 
     def _check_integer(self, name: str, minimum: int, fix: str) -> None:
         value = getattr(self, name)

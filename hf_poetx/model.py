@@ -26,7 +26,7 @@ from .checkpoint import (
 from .config import NO_BASE_ON_DISK, PoetXConfig
 from .layer import PoetXLayer
 from .linear import PoetXLinear
-from .targets import bypassed_names, check_targets, quantization_backend, router_names, warn_about_experts
+from .targets import bypassed_names, check_targets, head_names, quantization_backend, router_names, warn_about_experts
 
 # All tuners there are.
 _tuners: weakref.WeakSet["PoetXModel"] = weakref.WeakSet()
@@ -76,7 +76,8 @@ class PoetXModel(BaseTuner):
     def _prepare_model(self, peft_config: PoetXConfig, model: nn.Module) -> None:
         if peft_config.target_modules == "all-linear":
             _maybe_include_all_linear_layers(peft_config, model)
-            peft_config.target_modules -= {*router_names(model), *bypassed_names(model)}
+            heads = head_names(model, peft_config.task_type)
+            peft_config.target_modules -= {*router_names(model), *bypassed_names(model), *heads}
             if peft_config.layers_to_transform is not None:
                 self._keep_layers_to_transform(peft_config)
         check_targets(model, peft_config, lambda name: self._check_target_module_exists(peft_config, name))

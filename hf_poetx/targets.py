@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from peft import TaskType
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.constants import SEQ_CLS_HEAD_NAMES
 from peft.utils.quantization_utils import (
     ForwardOnlyQuantizationBackend,
     get_quantization_kwargs,
@@ -17,6 +19,10 @@ from transformers.pytorch_utils import Conv1D
 from .checkpoint import is_stacked_expert
 from .config import PoetXConfig
 from .layer import PoetXLayer
+
+# In transformers' mixers; they call in_proj.
+_READ_BY_FUSED_MIXERS = {"x_proj", "dt_proj", "out_proj"}
+_HEADS = {TaskType.TOKEN_CLS: SEQ_CLS_HEAD_NAMES, TaskType.QUESTION_ANS: ["qa_outputs"]}
 
 
 def check_targets(model: nn.Module, config: PoetXConfig, is_target: Callable[[str], bool]) -> None:
@@ -46,8 +52,8 @@ def check_targets(model: nn.Module, config: PoetXConfig, is_target: Callable[[st
             )
         if name in bypassed:
             raise ValueError(
-                f"target {name!r} is part of torch's own attention, which reads its weight past the layer, so that a "
-                "rotation would not be used. Leave it out of target_modules"
+                f"target {name!r} is part of torch's own attention, or of a state-space mixer, which reads its weight "
+                "past the layer, so that a rotation would not be used. Leave it out of target_modules"
             )
         if backend is not None:
             _check_quantized(config, name)
@@ -87,12 +93,26 @@ def router_names(model: nn.Module) -> Iterator[str]:
 
 
 def bypassed_names(model: nn.Module) -> Iterator[str]:
-    """Names of linear layers whose weights torch's own modules read without calling the layers."""
+    """Names of linear layers whose weights are read without calling the layers.
+
+    That is by torch's own attention, and by the fused kernels of state-space mixers (Mamba and its like).
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention | nn.TransformerEncoderLayer):
             for inner_name, inner in module.named_modules(prefix=name):
                 if isinstance(inner, nn.Linear):
                     yield inner_name
+        # Linear attention has decays as well, but no skip weight D.
+        elif {"A_log", "D"} <= module._parameters.keys():
+            for part in _READ_BY_FUSED_MIXERS & module._modules.keys():
+                yield f"{name}.{part}".removeprefix(".")
+
+
+def head_names(model: nn.Module, task_type: str | None) -> Iterator[str]:
+    """Names of the modules of a task's new head, which PEFT trains whole and does not keep from being targets itself."""
+    for head in _HEADS.get(task_type, ()):
+        if isinstance(module := getattr(model, head, None), nn.Module):
+            yield from (name for name, _ in module.named_modules(prefix=head))
 
 
 def _expert_counts(config: dict[str, Any]) -> Iterator[int]:

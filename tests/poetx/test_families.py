@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -161,3 +162,33 @@ def test_layers_that_torchs_own_attention_reads_past_are_left_out_and_refused_by
     assert [name.removeprefix("base_model.model.") for name, _ in poetx_layers(wrapped)] == ["0"]
     with pytest.raises(ValueError, match=r"'1.self_attn.out_proj' is part of torch's own attention"):
         get_poetx_model(model, PoetXConfig(block=8, target_modules=["out_proj"]))
+
+
+@pytest.mark.parametrize("family, left_out", [("Mamba", {"x_proj", "dt_proj", "out_proj"}), ("Mamba2", {"out_proj"})])
+def test_layers_that_fused_state_space_kernels_read_past_are_left_out_and_all_others_train(family, left_out):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    sizes |= {"num_heads": 8, "head_dim": 8, "n_groups": 2} if family == "Mamba2" else {}
+    base = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
+    linear = {name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, nn.Linear)}
+    assert left_out < linear
+    model = get_poetx_model(base, PoetXConfig(block=8, init_weights=False))
+    assert {name.rpartition(".")[2] for name, _ in poetx_layers(model)} == linear - left_out - {"lm_head"}
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    "task, model_class, head",
+    [
+        ("SEQ_CLS", "LlamaForSequenceClassification", "score"),
+        ("TOKEN_CLS", "LlamaForTokenClassification", "score"),
+        ("QUESTION_ANS", "LlamaForQuestionAnswering", "qa_outputs"),
+    ],
+)
+def test_the_new_head_of_a_task_is_trained_whole_and_all_other_linear_layers_are_wrapped(task, model_class, head):
+    base = family_model("Llama")
+    model = get_poetx_model(getattr(transformers, model_class)(base.config), PoetXConfig(block=8, task_type=task))
+    names = {name.rpartition(".")[2] for name, _ in poetx_layers(model)}
+    assert names == FAMILIES["Llama"][3]
+    whole = [name for name, p in model.named_parameters() if p.requires_grad and "poetx_" not in name]
+    assert whole and all(f"{head}.modules_to_save.default" in name for name in whole)
