@@ -57,6 +57,8 @@ class PoetXModel(BaseTuner):
     # Who calls the periodic merge: "Trainer", "attach_merging", "merge_step", or None while nobody does.
     clock: str | None = None
     _steps_seen = 0
+    # Whether an adapter was deleted after its merges, or training of the rest, had changed the base weights.
+    _base_was_changed = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -214,7 +216,9 @@ class PoetXModel(BaseTuner):
         """As any tuner's; after periodic merges the weights that stay are not the original ones."""
         if adapter_name in self.peft_config:
             self._warn_of_absorbed_merges("delete_adapter()")
+        changed = self._base_is_changed
         super().delete_adapter(adapter_name)
+        self._base_was_changed |= changed
         del self.poetx_step[adapter_name]
 
     def disable_adapter_layers(self) -> None:
@@ -252,9 +256,14 @@ class PoetXModel(BaseTuner):
         self._warn_of_absorbed_merges("unload()")
         return super().unload()
 
+    @property
+    def _base_is_changed(self) -> bool:
+        merged = any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model))
+        return merged or any(config.train_rest for config in self.peft_config.values())
+
     def _warn_of_absorbed_merges(self, method: str) -> None:
         merged = any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model))
-        if merged or any(config.train_rest for config in self.peft_config.values()):
+        if self._base_is_changed:
             trained = "absorbed earlier merges" if merged else "embeddings, norms and head as train_rest trained them"
             warnings.warn(
                 f"{method} leaves base weights that have {trained}, without the transforms trained since; "

@@ -40,9 +40,10 @@ def check_targets(model: nn.Module, config: PoetXConfig, is_target: Callable[[st
     owners, parents, bypassed = _owners_of_weights(model), _parents(model), set(bypassed_names(model))
     wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, PoetXLayer))
     for name, module in model.named_modules():
-        if isinstance(module, PoetXLayer) or name.startswith(wrapped):
+        if name.startswith(wrapped) or not is_target(name):
             continue
-        if not is_target(name):
+        if isinstance(module, PoetXLayer):
+            _check_weight(config, name, module.get_base_layer().weight, module.quantization_backend)
             continue
         backend = quantization_backend(model, module)
         if not isinstance(module, nn.Linear | Conv1D) and (backend is None or backend.layer_type != "linear"):
@@ -55,25 +56,29 @@ def check_targets(model: nn.Module, config: PoetXConfig, is_target: Callable[[st
                 f"target {name!r} is part of torch's own attention, or of a state-space mixer, which reads its weight "
                 "past the layer, so that a rotation would not be used. Leave it out of target_modules"
             )
-        if backend is not None:
-            _check_quantized(config, name)
-            continue
-        sharers = owners[_weight_key(module.weight)]
-        if len(sharers) > 1 or len(parents[id(module)]) > 1:
+        sharers = set() if backend is not None else owners[_weight_key(module.weight)] | parents[id(module)]
+        if len(sharers) > 1:
             raise ValueError(
-                f"target {name!r} shares its weight with {sorted(sharers | parents[id(module)])}; a merge into it "
+                f"target {name!r} shares its weight with {sorted(sharers)}; a merge into it "
                 "would change them all. Leave it out of target_modules (train_rest=True trains it), or untie it"
             )
-        if config.base_error_bits and module.weight.dtype != torch.bfloat16:
-            raise ValueError(
-                f"base_error_bits={config.base_error_bits} extends bfloat16 weights, but that of {name!r} is "
-                f"{module.weight.dtype}; load the model in bfloat16, or use base_error_bits=0"
-            )
-        if module.weight.is_meta and (config.init == "normalize" or config.base_error_bits):
-            raise ValueError(
-                f"the weight of {name!r} is not in memory, so it can neither be normalized nor keep error bits; "
-                "load the model without offload, or use PoetXConfig(init='keep', base_error_bits=0)"
-            )
+        _check_weight(config, name, module.weight, backend)
+
+
+def _check_weight(config: PoetXConfig, name: str, weight: Tensor, backend: Any) -> None:
+    if backend is not None:
+        _check_quantized(config, name)
+        return
+    if config.base_error_bits and weight.dtype != torch.bfloat16:
+        raise ValueError(
+            f"base_error_bits={config.base_error_bits} extends bfloat16 weights, but that of {name!r} is "
+            f"{weight.dtype}; load the model in bfloat16, or use base_error_bits=0"
+        )
+    if weight.is_meta and (config.init == "normalize" or config.base_error_bits):
+        raise ValueError(
+            f"the weight of {name!r} is not in memory, so it can neither be normalized nor keep error bits; "
+            "load the model without offload, or use PoetXConfig(init='keep', base_error_bits=0)"
+        )
 
 
 def router_names(model: nn.Module) -> Iterator[str]:

@@ -342,6 +342,27 @@ def test_going_back_to_the_base_after_periodic_merges_warns(method):
         getattr(model, method)(*arguments)
 
 
+@pytest.mark.parametrize("settings", [{"merge_interval": 2}, {"train_rest": True}], ids=str)
+def test_no_adapter_is_added_onto_what_a_deleted_one_has_changed(settings):
+    model = trained_poetx(**settings)
+    if "merge_interval" in settings:
+        merge_then_reinitialize(model)
+    with pytest.warns(UserWarning, match="delete_adapter"):
+        model.delete_adapter("default")
+    with pytest.raises(ValueError, match="the adapter that was deleted has changed the base weights"):
+        model.add_adapter("second", PoetXConfig(block=7))
+    assert not model.peft_config
+
+
+def test_an_adapter_that_cannot_be_added_leaves_the_model_as_it_was():
+    model = trained_poetx()
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match="base_error_bits=8 extends bfloat16 weights"):
+        model.add_adapter("second", PoetXConfig(block=7, base_error_bits=8))
+    assert set(model.state_dict()) == before and set(model.peft_config) == {"default"}
+    assert all(set(layer.poetx_config) == {"default"} for _, layer in poetx_layers(model))
+
+
 @pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
 def test_delta_weight_is_what_merging_adds(family):
     model = trained_poetx(family)
