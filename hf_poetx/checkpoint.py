@@ -13,6 +13,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .base_weight import full_tensor
 from .config import PoetXConfig
 from .layer import PoetXLayer
 
@@ -182,7 +183,7 @@ def restore_base(
             f"the adapter file lacks {len(missing)} tensors that it was trained with, the first {missing[0]!r}; it is "
             "damaged, belongs to another model, or was written by something that saves a part of them only"
         )
-    _check_other_adapters(layers, adapter_name, contents)
+    _check_other_adapters(model, layers, adapter_name, expected, state_dict)
     if contents and (merged := [name for name, layer in layers.items() if layer.merged]):
         raise ValueError(
             f"the adapter file holds base tensors, and the base weight of {merged[0]!r} holds a merged adapter; call "
@@ -249,13 +250,22 @@ def _covers_base(model: nn.Module, names: set[str]) -> bool:
     return all(name in names for name in parameters if ".poetx_" not in name)
 
 
-def _check_other_adapters(layers: dict[str, PoetXLayer], adapter_name: str, contents: int) -> None:
+def _check_other_adapters(
+    model: nn.Module, layers: dict[str, PoetXLayer], adapter_name: str, names: set[str], state_dict: dict[str, Tensor]
+) -> None:
+    """Refuse base tensors of a file that would change the model under other adapters."""
     others = sorted({name for layer in layers.values() for name in layer.poetx_config} - {adapter_name})
-    if others and contents:
-        raise ValueError(
-            f"the checkpoint of adapter {adapter_name!r} holds base tensors, and writing them would change the model "
-            f"under the adapters {others}; load it onto a base model of its own"
-        )
+    if not others:
+        return
+    present = {canonical_name(name): tensor for name, tensor in model.state_dict().items()}
+    for name in sorted(names):
+        saved, own = state_dict[name], full_tensor(present[name])
+        if not torch.equal(own, saved.to(own.device, own.dtype)):
+            raise ValueError(
+                f"the checkpoint of adapter {adapter_name!r} holds base tensors, of which {name!r} differs from the "
+                f"model's, and writing it would change the model under the adapters {others}; load it onto a base "
+                "model of its own"
+            )
 
 
 def _check_not_merged(layers: dict[str, PoetXLayer], adapter_name: str) -> None:

@@ -121,6 +121,11 @@ class PoetXModel(BaseTuner):
                     f"adapter name {name!r} is part of the parameter prefix {self.prefix!r}, which PEFT searches names "
                     "for; use another name, such as 'default'"
                 )
+        if self._base_was_changed:
+            raise ValueError(
+                "cannot add an adapter: the adapter that was deleted has changed the base weights, so that they are no "
+                "longer the original, and no file would say so; save the model that unload() returns, and load that"
+            )
         if len(self.peft_config) == 1:
             return
         if any(layer.has_absorbed_merges for _, layer in poetx_layers(self.model)):
@@ -170,6 +175,13 @@ class PoetXModel(BaseTuner):
             if config.train_rest and not config.inference_mode:
                 for _, parameter in rest_parameters(model):
                     parameter.requires_grad_(True)
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """As any tuner's; what `train_rest` trains is trained, or frozen, with the adapter."""
+        super().set_adapter(adapter_name, inference_mode)
+        if any(self.peft_config[name].train_rest for name in self.active_adapters):
+            for _, parameter in rest_parameters(self.model):
+                parameter.requires_grad_(not inference_mode)
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         """Settle an adapter's `skew_dtype` when it is made; afterwards it holds, also wherever it is loaded."""
@@ -308,6 +320,10 @@ class PoetXModel(BaseTuner):
         state_dict: dict[str, Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, Tensor]:
+        if config.base_config is not None and hasattr(model, "config"):
+            # The model may have been changed since, by resize_token_embeddings for example.
+            architectures = config.base_config.get("architectures")
+            config.base_config = cls.get_model_config(model) | {"architectures": architectures}
         return adapter_state_dict(model, config, adapter_name, state_dict)
 
     @classmethod

@@ -340,6 +340,46 @@ def test_a_file_from_before_the_first_merge_does_not_go_onto_merged_weights(base
         model.load_adapter(folder, "default", is_trainable=True)
 
 
+def test_two_adapters_of_one_model_from_scratch_load_side_by_side(tmp_path):
+    base = family_model("Llama")
+    base.config._name_or_path = base.name_or_path = ""
+    model = get_poetx_model(base, PoetXConfig(block=7, init="normalize", merge_interval=0, init_weights=False))
+    model.add_adapter("second", PoetXConfig(block=7, init="normalize", merge_interval=0, init_weights=False))
+    expected = []
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        expected.append(logits(model))
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(family_model("Llama", seed=9), tmp_path)
+    again.load_adapter(tmp_path / "second", "second")
+    for name, wanted in zip(("default", "second"), expected, strict=True):
+        again.set_adapter(name)
+        assert torch.equal(logits(again), wanted)
+    assert not torch.equal(*expected)
+
+
+def test_embeddings_resized_after_wrapping_come_back(folder):
+    base = family_model("Llama")
+    base.config._name_or_path = base.name_or_path = ""
+    model = get_poetx_model(base, PoetXConfig(block=7, train_rest=True))
+    base.resize_token_embeddings(80)
+    model.save_pretrained(folder)
+    saved = json.loads((folder / "adapter_config.json").read_text())["base_config"]
+    assert saved["vocab_size"] == 80
+    fresh = type(base)(type(base.config)(**saved))
+    assert torch.equal(logits(PeftModel.from_pretrained(fresh, folder)), logits(model))
+
+
+def test_setting_an_adapter_makes_what_it_trained_in_place_trainable(base_folder, folder):
+    model = adapter(base_folder, train_rest=True)
+    model.save_pretrained(folder)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    again = PeftModel.from_pretrained(load_base(base_folder), folder)
+    assert not any(p.requires_grad for p in again.parameters())
+    again.set_adapter("default")
+    assert {name for name, p in again.named_parameters() if p.requires_grad} == trained
+
+
 def test_base_tensors_do_not_go_under_other_adapters(base_folder, folder):
     train_through(adapter(base_folder)).save_pretrained(folder)
     model = adapter(base_folder, merge_interval=0)
