@@ -115,7 +115,10 @@ class PoetXLayer(BaseTunerLayer):
         return self.in_features if side == "in" else self.out_features
 
     def update_layer(self, adapter_name: str, config: PoetXConfig, inference_mode: bool = False) -> None:
-        """Add an adapter that changes nothing yet: skew entries of zero under freshly drawn permutations."""
+        """Add an adapter: skew entries of zero, or small random ones for tests, under freshly drawn permutations.
+
+        With zeros the layer computes what it did, unless ``init="normalize"`` normalizes its weight.
+        """
         self.poetx_config[adapter_name] = config
         if self.quantization_backend is None and not self.get_base_layer().weight.is_meta:
             # Before normalization: it is the base model on disk that the adapter must be loaded onto.
