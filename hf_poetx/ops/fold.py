@@ -18,18 +18,22 @@ from .poetx_linear import ROTATIONS, Rotation, entries_gradient, is_watched, wit
 
 
 class _Costs(NamedTuple):
-    """Of one pass over an element, in multiplications of a large product in the same time, and passes of each way."""
+    """What decides between the two ways on a device.
 
-    rotated_passes: float
-    folded_passes: float
+    `folded_passes` over the weight take as long as folding does. A pass takes for each element as long as the block's
+    multiplications, or where memory is the bound as long as `least_pass` multiplications of a large product. Below
+    `least_tokens` either way is bound by launches.
+    """
+
+    folded_passes: int
     least_pass: int
     least_tokens: int
 
 
-# The CPU is bound by the blocks' own multiplications, the GPU by memory, and with few tokens by its launches (measured
-# on an H200: benchmarks/bench_fold.py).
-_CPU = _Costs(3.5, 8, 0, 0)
-_GPU = _Costs(3.5, 12, 550, 8192)
+_ROTATED_PASSES = 3.5
+_CPU = _Costs(folded_passes=8, least_pass=0, least_tokens=0)
+# Fitted to measurements on an H200 (benchmarks/bench_fold.py).
+_GPU = _Costs(folded_passes=12, least_pass=550, least_tokens=8192)
 
 
 def folding_pays(tokens: int, in_features: int, out_features: int, block: int, device_type: str) -> bool:
@@ -47,7 +51,7 @@ def folding_pays(tokens: int, in_features: int, out_features: int, block: int, d
     costs = _CPU if device_type == "cpu" else _GPU
     one_pass = max(block, costs.least_pass)
     # In multiplications, without the two products that both ways have in common.
-    rotated = costs.rotated_passes * one_pass * tokens * (in_features + out_features)
+    rotated = _ROTATED_PASSES * one_pass * tokens * (in_features + out_features)
     folded = (costs.folded_passes * one_pass + tokens) * in_features * out_features
     return folded < rotated and tokens >= max(in_features, costs.least_tokens)
 
