@@ -1,6 +1,6 @@
 """A real pretrained model, SmolLM2-135M: widths 576, 1536 and 192, of which block 256 divides only one.
 
-Set SMOLLM2 to a folder with its weights as safetensors (CONTRIBUTING says where they come from); skipped otherwise.
+Set SMOLLM2 to the folder that `python examples/smollm2.py FOLDER` fills with its weights; skipped otherwise.
 """
 
 import os
