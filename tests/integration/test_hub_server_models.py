@@ -96,6 +96,8 @@ def test_models_come_back_bit_for_bit_from_push_to_hub_and_from_trainer(run_clie
     assert seen["trained"] == seen["last checkpoint"] == []
     checkpoint = {f"last-checkpoint/{name}" for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json")}
     assert set(seen["files"]) >= {"model.safetensors", "README.md", "training_args.bin"} | checkpoint
-    # A push runs beside the training: a slow one of step 2 may find the files of step 4, which then has nothing to push.
-    assert {"Training in progress, step 2", "End of training"} <= set(seen["titles"])
+    # A push runs beside the training: a slow one of step 2 may find the files of step 4, which then has nothing to
+    # push, or see a file change while it reads it and give up, which leaves the files to step 4.
+    assert "End of training" in seen["titles"]
+    assert {"Training in progress, step 2", "Training in progress, step 4"} & set(seen["titles"])
     assert seen["library"] == "transformers"
