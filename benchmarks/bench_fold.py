@@ -1,5 +1,7 @@
 """One linear layer, forward and backward, by number of tokens: activations rotated, or the rotations folded into W.
 
+In mem mode, "..._mem", rotated activations are multiplied, and the weight is folded, once more in the backward pass.
+
     python benchmarks/bench_fold.py [--output FOLDER] [--plot]
 
 All steps are replayed from CUDA graphs; a row's `eager` has the ratios of the same steps run eagerly, where the host
@@ -7,6 +9,7 @@ holds small ones up. With --plot, only draws what results/ holds.
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +19,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_poetx.ops.fold import fold, folding_pays
-from hf_poetx.ops.poetx_linear import Rotation, poetx_linear
+from hf_poetx.ops.fold import folding_pays
+from hf_poetx.ops.poetx_linear import poetx_linear
+from hf_poetx.ops.rotation import Rotation
 from hf_poetx.ops.skew import num_entries
 from hf_poetx.rotation import draw_permutation
 
 SHAPES = [(512, 512), (512, 1376), (1024, 1024), (2048, 2048), (2048, 5632), (4096, 4096)]
 TOKENS = [1024, 2048, 4096, 8192, 16384, 32768]
 BLOCK, PERMUTATION_GROUP = 256, 32
+# Memory mode of a way, and whether it folds.
+WAYS = {
+    "rotated": ("fast", False),
+    "folded": ("fast", True),
+    "rotated_mem": ("mem", False),
+    "folded_mem": ("mem", True),
+}
 
 
 def make_rotation(width: int) -> Rotation:
@@ -54,11 +65,13 @@ def measure(in_features: int, out_features: int, tokens: int) -> dict:
     trained_weight = nn.Parameter(weight.clone())
     rotations = [make_rotation(width) for width in (in_features, out_features)]
     entries = [t for rotation in rotations for t in rotation[:2] if t is not None]
-    steps = {
-        "linear": training_step(lambda x: F.linear(x, trained_weight), x, gradient, [trained_weight]),
-        "rotated": training_step(lambda x: poetx_linear(x, weight, None, *rotations, "fast"), x, gradient, entries),
-        "folded": training_step(lambda x: F.linear(x, fold(weight, *rotations)), x, gradient, entries),
-    }
+    steps = {"linear": training_step(lambda x: F.linear(x, trained_weight), x, gradient, [trained_weight])}
+    for name, (mode, folded) in WAYS.items():
+        layer = functools.partial(
+            poetx_linear, weight=weight, bias=None, rotation_in=rotations[0], rotation_out=rotations[1],
+            memory_mode=mode, folded=folded,
+        )  # fmt: skip
+        steps[name] = training_step(layer, x, gradient, entries)
     row = {"in_features": in_features, "out_features": out_features, "tokens": tokens, "block": BLOCK}
     eager = harness.measure(steps, "linear", rounds=10, seconds=0.005)
     row["eager"] = {name: each["ratio"] for name, each in eager.items()}
@@ -80,17 +93,18 @@ def plot(folder: Path) -> None:
     for axis, shape in zip(axes, shapes, strict=True):
         own = [row for row in rows if (row["in_features"], row["out_features"]) == shape]
         tokens = [row["tokens"] for row in own]
-        for name, color in (("rotated", "tab:blue"), ("folded", "tab:orange")):
-            axis.plot(
-                tokens, [row["steps"][name]["ratio"] for row in own], "o-", color=color, label=name, markersize=3
-            )
-        chosen = ["folded" if folding_pays(t, *shape, BLOCK, "cuda") else "rotated" for t in tokens]
-        ratios = [row["steps"][name]["ratio"] for row, name in zip(own, chosen, strict=True)]
-        axis.plot(tokens, ratios, "k.", markersize=9, zorder=0, label="taken")
+        for name, (mode, folded) in WAYS.items():
+            ratios = [row["steps"][name]["ratio"] for row in own]
+            color = "tab:orange" if folded else "tab:blue"
+            axis.plot(tokens, ratios, "o-" if mode == "fast" else "o--", color=color, label=name, markersize=3)
+            taken = [folding_pays(t, *shape, BLOCK, "cuda", mode) == folded for t in tokens]
+            taken = [(t, ratio) for t, ratio, yes in zip(tokens, ratios, taken, strict=True) if yes]
+            axis.plot(*zip(*taken, strict=True), "k.", markersize=9, zorder=0) if taken else None
         axis.axhline(1, color="black", linewidth=0.5)
         axis.set(xscale="log", title=f"{shape[0]} to {shape[1]}", xlabel="tokens", ylim=(0, 8.5))
     axes[0].set_ylabel("time, trainable linear layer = 1")
-    axes[0].legend()
+    axes[0].plot([], [], "k.", markersize=9, label="taken")
+    axes[0].legend(fontsize="small")
     figure.savefig(folder / "fold.png", dpi=110)
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_poetx.kernels.rotate import rotate, with_contiguous_columns, with_contiguous_rows
-from hf_poetx.ops.poetx_linear import Rotation, poetx_linear
+from hf_poetx.ops.poetx_linear import poetx_linear
+from hf_poetx.ops.rotation import Rotation
 from hf_poetx.ops.skew import num_entries
 from hf_poetx.rotation import draw_permutation
 

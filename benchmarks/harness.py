@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import random
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,8 @@ def measure(
 ) -> dict:
     """Time contestants back to back, in turn, and give each one's ratio to the baseline of the same round.
 
+    The order is another one in every round, since what ran before decides how much power and heat the GPU has to spare.
+
     Args:
         contestants: what to call, by name.
         baseline: name of the contestant that the ratios are to.
@@ -32,9 +35,11 @@ def measure(
     """
     calls = {name: max(3, round(seconds / _time(call, 5) * 1e3)) for name, call in contestants.items()}
     times = {name: [] for name in contestants}
+    order, shuffle = list(contestants), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, call in contestants.items():
-            times[name].append(_time(call, calls[name]))
+        shuffle(order)
+        for name in order:
+            times[name].append(_time(contestants[name], calls[name]))
     result = {}
     for name, call in contestants.items():
         ratios = torch.tensor(times[name]) / torch.tensor(times[baseline])

@@ -16,7 +16,7 @@ from .checkpoint import BASE_WEIGHTS, CONTENTS_KEY, REST, WHOLE_BASE
 from .config import NO_BASE_ON_DISK, POETX, PoetXConfig
 from .layer import SIDES
 from .ops.cayley import largest_singular_value
-from .ops.poetx_linear import Rotation
+from .ops.rotation import Rotation
 from .tensor_file import StoredTensor, stored_tensors
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .ops.poetx_linear import Rotation
 from .ops.rotate import rotate
+from .ops.rotation import Rotation
 
 
 class _Kept(NamedTuple):

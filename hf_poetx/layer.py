@@ -25,7 +25,7 @@ from .base_weight import (
 )
 from .config import PoetXConfig
 from .ops.cayley import largest_singular_value
-from .ops.poetx_linear import Rotation
+from .ops.rotation import Rotation
 from .ops.skew import num_entries
 from .rotation import draw_permutation, rotated_weight, split_width
 

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from .block_cache import BlockCache, can_keep_blocks
 from .config import PoetXConfig
 from .layer import SIDES, PoetXLayer
-from .ops.fold import fold, folding_pays
+from .ops.fold import folding_pays
 from .ops.poetx_linear import poetx_linear
 
 
@@ -71,17 +71,13 @@ class PoetXLinear(nn.Module, PoetXLayer):
                 inner = F.linear(self._block_cache.rotate((adapter_name, "in"), x, rotation_in), weight.to(x.dtype))
                 return self._block_cache.rotate((adapter_name, "out"), inner, rotation_out, base.bias).to(dtype)
         mode = self.poetx_config[adapter_name].memory_mode
-        if mode == "fast" and self._folding_pays(x, adapter_name):
-            folded = fold(weight.to(x.dtype), rotation_in, rotation_out)
-            bias = None if base.bias is None else base.bias.to(x.dtype)
-            with torch.autocast(device, enabled=False):
-                return F.linear(x, folded, bias).to(dtype)
-        return poetx_linear(x, weight, base.bias, rotation_in, rotation_out, mode).to(dtype)
+        folded = self._folding_pays(x, adapter_name, mode)
+        return poetx_linear(x, weight, base.bias, rotation_in, rotation_out, mode, folded).to(dtype)
 
-    def _folding_pays(self, x: Tensor, adapter_name: str) -> bool:
+    def _folding_pays(self, x: Tensor, adapter_name: str, memory_mode: str) -> bool:
         tokens = x.numel() // self.in_features
         block = min(self.poetx_config[adapter_name].block, max(self.in_features, self.out_features))
-        return folding_pays(tokens, self.in_features, self.out_features, block, x.device.type)
+        return folding_pays(tokens, self.in_features, self.out_features, block, x.device.type, memory_mode)
 
     def _forward_around(self, x: Tensor, adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:
         """Rotate around the base layer as a black box; several adapters act like merges in their order."""

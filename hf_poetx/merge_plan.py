@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from .adapter_file import AdapterFile
 from .base_weight import fingerprint, join_error_bits, row_normalize_
 from .layer import SIDES
-from .ops.poetx_linear import Rotation
+from .ops.rotation import Rotation
 from .rotation import rotated_weight
 from .skeleton import (
     drop_tied,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .ops.cayley import cayley
-from .ops.poetx_linear import Rotation
 from .ops.rotate import rotate
+from .ops.rotation import Rotation
 
 
 def split_width(width: int, block: int) -> tuple[int, int, int]:

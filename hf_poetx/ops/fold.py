@@ -14,29 +14,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .poetx_linear import ROTATIONS, Rotation, entries_gradient, is_watched, without_autocast
+from .dispatch import is_watched, without_autocast
+from .rotation import ROTATIONS, Rotation
 
 
 class _Costs(NamedTuple):
     """What decides between the two ways on a device.
 
-    `folded_passes` over the weight take as long as folding does. A pass takes for each element as long as the block's
-    multiplications, or where memory is the bound as long as `least_pass` multiplications of a large product. Below
-    `least_tokens` either way is bound by launches.
+    `folded_passes` over the weight take as long as folding does, and `passes_again` more where it is folded again in the
+    backward pass. A pass takes for each element as long as the block's multiplications, or where memory is the bound as
+    long as `least_pass` multiplications of a large product. Below `least_tokens` either way is bound by launches.
     """
 
     folded_passes: int
+    passes_again: int
     least_pass: int
     least_tokens: int
 
 
 _ROTATED_PASSES = 3.5
-_CPU = _Costs(folded_passes=8, least_pass=0, least_tokens=0)
+_CPU = _Costs(folded_passes=8, passes_again=3, least_pass=0, least_tokens=0)
 # Fitted to measurements on an H200 (benchmarks/bench_fold.py).
-_GPU = _Costs(folded_passes=12, least_pass=550, least_tokens=8192)
+_GPU = _Costs(folded_passes=12, passes_again=4, least_pass=550, least_tokens=8192)
 
 
-def folding_pays(tokens: int, in_features: int, out_features: int, block: int, device_type: str) -> bool:
+def folding_pays(
+    tokens: int, in_features: int, out_features: int, block: int, device_type: str, memory_mode: str = "fast"
+) -> bool:
     """Whether a training step of a layer is faster with the folded weight than with rotated activations.
 
     The folded weight then also takes no more memory than the product with the weight that rotating keeps.
@@ -47,61 +51,44 @@ def folding_pays(tokens: int, in_features: int, out_features: int, block: int, d
         out_features: of the layer.
         block: the larger block size of its rotations.
         device_type: where the layer is, "cpu" or "cuda".
+        memory_mode: "fast" or "mem", which folds, or rotates and multiplies, again in the backward pass.
     """
     costs = _CPU if device_type == "cpu" else _GPU
     one_pass = max(block, costs.least_pass)
     # In multiplications, without the two products that both ways have in common.
     rotated = _ROTATED_PASSES * one_pass * tokens * (in_features + out_features)
     folded = (costs.folded_passes * one_pass + tokens) * in_features * out_features
+    if memory_mode == "mem":
+        rotated += (one_pass + out_features) * tokens * in_features
+        folded += costs.passes_again * one_pass * in_features * out_features
     return folded < rotated and tokens >= max(in_features, costs.least_tokens)
 
 
-def fold(weight: Tensor, rotation_in: Rotation, rotation_out: Rotation) -> Tensor:
+def fold(weight: Tensor, *rotations) -> Tensor:
     """The weight of the plain linear layer that equals the frozen one between its rotations.
 
     Args:
-        weight: ``[out_features, in_features]``, natural order; its dtype is that of the products; gets no gradient.
-        rotation_in: of the input features.
-        rotation_out: of the output features.
+        weight: ``[out_features, in_features]``, natural order; its dtype is that of the products.
+        rotations: the fields of the input side's `Rotation`, then those of the output side's.
 
     Returns:
-        ``[out_features, in_features]`` of the dtype of the weight, differentiable in the entries. Only the weight and
-        the entries are kept for the backward pass.
+        ``[out_features, in_features]`` of the dtype of the weight; autograd does not track it.
 
     Source: POET, the transformed weight, with the blocks and permutations of POET-X.
     """
-    return _Fold.apply(weight, *rotation_in, *rotation_out)
+    return _fold(weight, *rotations) if is_watched(weight) else _fold_on_cuda(weight, *rotations)
 
 
-class _Fold(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, *rotations):
-        entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
-        ctx.groups = group_in, group_out
-        ctx.save_for_backward(
-            weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out
-        )  # fmt: skip
-        folded = _fold if is_watched(weight) else _fold_on_cuda
-        return folded(weight, *rotations)
+def fold_backward(gradient: Tensor, weight: Tensor, *rotations_and_needs) -> list[Tensor]:
+    """Gradients of the packed entries and the tail of those rotations that need them, from that of the folded weight.
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        weight, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
-        needs_in, needs_out = any(ctx.needs_input_grad[1:3]), any(ctx.needs_input_grad[5:7])
-        rotations = (
-            entries_in, tail_in, permutation_in, ctx.groups[0], entries_out, tail_out, permutation_out, ctx.groups[1]
-        )  # fmt: skip
-        fold_backward = _fold_backward if is_watched(weight) else _fold_backward_on_cuda
-        found = iter(fold_backward(gradient, weight, *rotations, [needs_in, needs_out]))
-        entries_in_gradient = next(found) if needs_in else None
-        tail_in_gradient = next(found) if needs_in and tail_in is not None else None
-        entries_out_gradient = next(found) if needs_out else None
-        tail_out_gradient = next(found) if needs_out and tail_out is not None else None
-        return (
-            None, entries_in_gradient, tail_in_gradient, None, None,
-            entries_out_gradient, tail_out_gradient, None, None,
-        )  # fmt: skip
+    Args:
+        gradient: ``[out_features, in_features]``, of the folded weight.
+        weight: as in `fold`.
+        rotations_and_needs: as in `fold`, and whether the input and the output side need their gradients.
+    """
+    backward = _fold_backward if is_watched(weight) else _fold_backward_on_cuda
+    return backward(gradient, weight, *rotations_and_needs)
 
 
 torch.library.define("poetx::fold", f"(Tensor weight, {ROTATIONS}) -> Tensor")
@@ -127,9 +114,9 @@ def _fold_backward_on_cpu(gradient: Tensor, weight: Tensor, *rotations_and_needs
         if needs_in:
             rows_gradient = rotation_out.apply(gradient.mT, transpose=True).mT
             # Of a transposed rotation: its input stands on the right.
-            results += entries_gradient(rotation_in, rows_gradient, weight)
+            results += rotation_in.entries_gradient(rows_gradient, weight)
         if needs_out:
-            results += entries_gradient(rotation_out, rotation_in.apply(weight, transpose=True).mT, gradient.mT)
+            results += rotation_out.entries_gradient(rotation_in.apply(weight, transpose=True).mT, gradient.mT)
     return results
 
 

@@ -2,50 +2,30 @@
 
     a = R_in(x);  b = a W^T;  y = R_out(b) + bias
 
-Input-centric: activations are rotated, never the weight. The dense blocks are rebuilt from the packed skew entries in
-the backward pass instead of being kept.
+Input-centric: activations are rotated, not the weight, unless folding the rotations into it is faster (`fold`). The dense
+blocks are rebuilt from the packed skew entries in the backward pass instead of being kept.
 """
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cayley_neumann import cayley_neumann, cayley_neumann_backward
-from .rotate import rotate, rotation_gradient
-from .skew import block_size
-
-
-class Rotation(NamedTuple):
-    """One trained rotation: packed skew entries of blocks and tail, and the permutation they act under.
-
-    Shapes: `entries` ``[num_blocks, block (block - 1) / 2]``, `tail` ``[1, rest (rest - 1) / 2]`` or None where fewer
-    than two columns remain, `permutation` ``[width]`` int32, moved in groups of `permutation_group` columns.
-    """
-
-    entries: Tensor
-    tail: Tensor | None
-    permutation: Tensor
-    permutation_group: int
-
-    def blocks(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Dense Cayley-Neumann blocks and tail of the given dtype."""
-        tail = None if self.tail is None else cayley_neumann(self.tail, dtype)[0]
-        return cayley_neumann(self.entries, dtype), tail
-
-    def apply(self, x: Tensor, *, transpose: bool = False, bias: Tensor | None = None) -> Tensor:
-        """Rotate the last dimension of x ``[..., width]``; differentiable in x and in the entries."""
-        blocks, tail = self.blocks(x.dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        return rotate(rows, blocks, tail, self.permutation, self.permutation_group, transpose, bias).view(x.shape)
+from .dispatch import is_watched, without_autocast
+from .fold import fold, fold_backward
+from .rotation import ROTATIONS, Rotation
 
 
 def poetx_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rotation_in: Rotation, rotation_out: Rotation, memory_mode: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rotation_in: Rotation,
+    rotation_out: Rotation,
+    memory_mode: str,
+    folded: bool = False,
 ) -> Tensor:
     """Apply a frozen linear layer between two rotations.
 
@@ -55,22 +35,24 @@ def poetx_linear(
         bias: ``[out_features]`` or None, added outside the rotations.
         rotation_in: of the input features.
         rotation_out: of the output features.
-        memory_mode: "fast" saves x and b for the backward pass, "mem" saves x alone and recomputes b.
+        memory_mode: "fast" saves x and b, or the folded weight, for the backward pass; "mem" saves x alone and computes
+            the other again.
+        folded: rotate the weight, and pass x through a plain layer with the result, in place of rotating x and b.
 
     Returns:
         ``[..., out_features]`` of the dtype of x.
 
-    Source: POET-X, input-centric forward pass and activation checkpointing.
+    Source: POET-X, input-centric forward pass and activation checkpointing; POET, the transformed weight.
     """
-    return _PoetXLinear.apply(x, weight, bias, *rotation_in, *rotation_out, memory_mode)
+    return _PoetXLinear.apply(x, weight, bias, *rotation_in, *rotation_out, memory_mode, folded)
 
 
 class _PoetXLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, *rotations_and_mode):
-        *rotations, memory_mode = rotations_and_mode
+    def forward(ctx, x, weight, bias, *rotations_and_way):
+        *rotations, memory_mode, ctx.folded = rotations_and_way
         entries_in, tail_in, permutation_in, group_in, entries_out, tail_out, permutation_out, group_out = rotations
-        linear = _linear if is_watched(x) else _linear_on_cuda
+        linear = _folded_linear if ctx.folded else _linear if is_watched(x) else _linear_on_cuda
         result, kept = linear(x.reshape(-1, x.shape[-1]), weight, bias, *rotations)
         ctx.groups = group_in, group_out
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -89,7 +71,10 @@ class _PoetXLinear(torch.autograd.Function):
         x, *saved, entries_in, tail_in, permutation_in, entries_out, tail_out, permutation_out = ctx.saved_tensors
         needs_x, _, needs_bias, *needs_rest = ctx.needs_input_grad
         needs_in, needs_out = any(needs_rest[0:2]), any(needs_rest[4:6])
-        linear_backward = _linear_backward if is_watched(x) else _linear_backward_on_cuda
+        if ctx.folded:
+            linear_backward = _folded_linear_backward
+        else:
+            linear_backward = _linear_backward if is_watched(x) else _linear_backward_on_cuda
         found = iter(
             linear_backward(
                 gradient.reshape(-1, gradient.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1]), *saved,
@@ -107,27 +92,12 @@ class _PoetXLinear(torch.autograd.Function):
         return (
             x_gradient, None, bias_gradient,
             entries_in_gradient, tail_in_gradient, None, None,
-            entries_out_gradient, tail_out_gradient, None, None, None,
+            entries_out_gradient, tail_out_gradient, None, None, None, None,
         )  # fmt: skip
-
-
-def is_watched(x: Tensor) -> bool:
-    """Whether anything but the GPU wants to see one operation: another device, a compiler, a subclass or a mode.
-
-    A small layer on a GPU is bound by the work of the host, and the dispatcher is a fifth of it.
-    """
-    return (
-        not x.is_cuda
-        or torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 # One operation a direction, and registered without `custom_op`, whose wrapper costs three times as much per call: a
 # small layer on a GPU is bound by the work of the host.
-_ROTATION = "Tensor entries_{0}, Tensor? tail_{0}, Tensor permutation_{0}, int group_{0}"
-ROTATIONS = f"{_ROTATION.format('in')}, {_ROTATION.format('out')}"
 torch.library.define(
     "poetx::linear",
     f"(Tensor x, Tensor weight, Tensor? bias, {ROTATIONS}) -> (Tensor, Tensor)",
@@ -161,21 +131,34 @@ def _linear_backward_on_cpu(
         if needs_bias:
             results.append(gradient.sum(0))
         if needs_in:
-            results += entries_gradient(rotation_in, x, inner_gradient)
+            results += rotation_in.entries_gradient(x, inner_gradient)
         if needs_out:
             inner = F.linear(rotation_in.apply(x), weight) if kept is None else kept.view(gradient.shape)
-            results += entries_gradient(rotation_out, inner, gradient)
+            results += rotation_out.entries_gradient(inner, gradient)
         return results
 
 
-def entries_gradient(rotation: Rotation, x: Tensor, gradient: Tensor) -> list[Tensor]:
-    """Gradient of the packed entries of the blocks, and of the tail if there is one, from input and output's gradient."""
-    block = block_size(rotation.entries)
-    blocks, tail = rotation_gradient(x, gradient, rotation.permutation, rotation.permutation_group, block)
-    gradients = [cayley_neumann_backward(blocks, rotation.entries, x.dtype)]
-    if rotation.tail is not None:
-        gradients.append(cayley_neumann_backward(tail[None], rotation.tail, x.dtype))
-    return gradients
+def _folded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *rotations) -> tuple[Tensor, Tensor]:
+    """Result ``[tokens, out_features]`` and the folded weight."""
+    folded = fold(weight.to(x.dtype), *rotations)
+    with without_autocast(x.device.type):
+        return F.linear(x, folded, None if bias is None else bias.to(x.dtype)), folded
+
+
+def _folded_linear_backward(
+    gradient: Tensor, x: Tensor, kept: Tensor | None, weight: Tensor, *rotations_and_needs
+) -> list[Tensor]:
+    """As `_linear_backward_on_cpu`."""
+    *rotations, (needs_x, needs_bias, needs_in, needs_out) = rotations_and_needs
+    weight, results = weight.to(x.dtype), []
+    with without_autocast(x.device.type):
+        if needs_x:
+            results.append(gradient @ (fold(weight, *rotations) if kept is None else kept))
+        if needs_bias:
+            results.append(gradient.sum(0))
+        if needs_in or needs_out:
+            results += fold_backward(gradient.mT @ x, weight, *rotations, [needs_in, needs_out])
+        return results
 
 
 def _linear_on_cuda(x: Tensor, *arguments) -> tuple[Tensor, Tensor]:
@@ -198,11 +181,6 @@ def _kernels() -> ModuleType:
     from ..kernels import poetx_linear
 
     return poetx_linear
-
-
-def without_autocast(device_type: str) -> AbstractContextManager:
-    """Operations inside compute in the dtype of their inputs."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 torch.library.impl("poetx::linear", "cpu", _linear_on_cpu)

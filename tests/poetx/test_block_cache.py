@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_poetx import PoetXConfig, block_cache, merge_then_reinitialize
 from hf_poetx.checkpoint import poetx_layers
-from hf_poetx.ops.poetx_linear import Rotation
+from hf_poetx.ops.rotation import Rotation
 from tests.poetx.helpers import logits, randomize_skew, tokens, trained_poetx
 
 

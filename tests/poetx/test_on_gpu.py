@@ -17,7 +17,7 @@ from hf_poetx import PoetXCallback, PoetXConfig, create_poetx_optimizer, get_poe
 from hf_poetx import merge_then_reinitialize as merge_now
 from hf_poetx.block_cache import BlockCache
 from hf_poetx.checkpoint import poetx_layers
-from hf_poetx.ops.poetx_linear import Rotation
+from hf_poetx.ops.rotation import Rotation
 from hf_poetx.optimizer import trainable_skew
 from tests.poetx.helpers import family_model, randomize_skew, tokens, trained_poetx
 from tests.poetx_training import layers_of, losses, make_trainer, merge_counts, tiny_poetx
