@@ -96,7 +96,7 @@ class PoetXConfig(PeftConfig):
         default="fast",
         metadata={
             "help": "'fast' saves the input of a layer and one more activation, or with many tokens its weight with the "
-            "rotations folded in, whichever is faster; 'mem' the input alone."
+            "rotations folded in, whichever is faster; 'mem' the input alone, and computes the other again."
         },
     )
     poet_scale: float = field(
