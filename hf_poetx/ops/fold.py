@@ -34,7 +34,7 @@ class _Costs(NamedTuple):
 
 _ROTATED_PASSES = 3.5
 _CPU = _Costs(folded_passes=8, passes_again=3, least_pass=0, least_tokens=0)
-# Fitted to measurements on an H200 (benchmarks/bench_fold.py).
+# Fitted to measurements on an H200 (benchmarks/bench_fold.py), but for `passes_again`, which is by counting.
 _GPU = _Costs(folded_passes=12, passes_again=4, least_pass=550, least_tokens=8192)
 
 
