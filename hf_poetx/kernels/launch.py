@@ -61,7 +61,7 @@ class Plan:
                 self(*tensors)
         else:
             addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-            self.start(*self.grid, self.get_stream(self.device), *self.compiled, *addresses, *self.arguments)
+            self.start(*self.grid, self.get_stream(self.device), *self.handles, *addresses, *self.arguments)
 
     def _compile_and_run(self, tensors: tuple[Tensor | None, ...]) -> None:
         device = tensors[0].device
@@ -70,8 +70,9 @@ class Plan:
         if compiled is not None:  # the interpreter compiles nothing, and is asked again every time
             self.device = device.index
             self.get_stream = triton.runtime.driver.active.get_current_stream
+            self.compiled = compiled  # kept, because Triton 3.8 unloads a kernel that nothing refers to
             # Its handle, what the launcher must know of it, and no hooks.
-            self.compiled = (compiled.function, compiled.packed_metadata, None, None, None)
+            self.handles = (compiled.function, compiled.packed_metadata, None, None, None)
             self.start = compiled.run
 
 

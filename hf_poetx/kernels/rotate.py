@@ -335,6 +335,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"the rotation's GPU kernels compute in bf16, fp16 or fp32, not {dtype}: cast x")
 
 
+@lru_cache(4096)
 def _transpose_plan(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Plan:
     rows, columns = shape
     grid = (ceil_divide(columns, 64), ceil_divide(rows, 64), 1)
